@@ -1,0 +1,35 @@
+# Only Python >= 3.11 and make are assumed. The venv is made once and again when its inputs change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench schemas clean
+
+demo: $(READY)
+	@$(BIN)/trajstore demo
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check trajstore tests
+	$(BIN)/ruff format --check trajstore tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python tests/bench/codec.py
+
+schemas: $(READY)
+	$(BIN)/python -m trajstore.schema schemas
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trajstore needs Python 3.11 or newer, this is " + sys.version)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing trajstore and what it needs into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

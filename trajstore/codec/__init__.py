@@ -1,0 +1,8 @@
+"""Owns objects ⇄ record batch, and the invariants of the row; knows nothing of disks or tensors' layouts."""
+
+from trajstore.codec.check import check, conform
+from trajstore.codec.decode import decode, normalize
+from trajstore.codec.encode import encode, id_hashes
+from trajstore.codec.flat import Nulls
+
+__all__ = ["Nulls", "check", "conform", "decode", "encode", "id_hashes", "normalize"]

@@ -1,0 +1,263 @@
+"""Owns the objects users hold: a trajectory, its policy versions and its status; knows no Arrow and no disk.
+
+The first fields of each class are those of the public API it implements, in its order and with its
+defaults; the ones that follow are optional. An axis letter T is the number of tokens of one trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Self
+
+from trajstore.errors import ValidationError
+
+Ints = Sequence[int] | Any
+"""A list, numpy array or torch tensor of integers; decoded rows hold plain lists."""
+
+Floats = Sequence[float] | Any
+"""A list, numpy array or torch tensor of floats; decoded rows hold plain lists of float32 values."""
+
+
+@dataclass
+class PolicyVersion:
+    """One publication of the policy's weights.
+
+    Attributes:
+        version_id: counter of weight publications.
+        timestamp: seconds since the epoch.
+        step: optimizer step at publication.
+    """
+
+    version_id: int = 0
+    timestamp: float = 0.0
+    step: int = 0
+
+
+@dataclass
+class VersionSegment:
+    """Half-open span `[start, end)` of `tokens` that were sampled under one policy version."""
+
+    start: int
+    end: int
+    version: PolicyVersion
+
+
+class TrajectoryStatus(Enum):
+    """Where a trajectory is in its life."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Trajectory:
+    """A single trajectory (prompt + response) with all metadata for training.
+
+    Every per-token list is empty (not given), or T long, or as long as the response: then it is
+    shifted to the response positions when the trajectory is stored. Index t belongs to token t.
+    """
+
+    # Identifiers
+    id: str = ""
+    group_id: str | None = None  # For multi-response sampling
+
+    # Prompt
+    prompt: str = ""
+    prompt_tokens: Ints = field(default_factory=list)
+    prompt_length: int = 0
+
+    # Response
+    response: str = ""
+    response_tokens: Ints = field(default_factory=list)
+    response_length: int = 0
+
+    # Combined sequence
+    tokens: Ints = field(default_factory=list)  # [T] int32
+    attention_mask: Ints = field(default_factory=list)  # [T] int8, 0 or 1
+    loss_mask: Ints = field(default_factory=list)  # [T] int8, 1 = train on this token
+
+    # Log probabilities, nats
+    log_probs: Floats = field(default_factory=list)  # [T] float32, recomputed by the trainer
+    behavior_log_probs: Floats = field(default_factory=list)  # [T] float32, given by the engine
+
+    # Rewards
+    reward: float = 0.0
+    token_rewards: Floats = field(default_factory=list)  # [T] float32, replaces `reward`
+
+    # Training data
+    values: Floats = field(default_factory=list)  # [T] float32, V of the state before token t
+    advantages: Floats = field(default_factory=list)  # [T] float32
+    returns: Floats = field(default_factory=list)  # [T] float32
+
+    # Version tracking. None = not known; the page this class implements names no default.
+    version: PolicyVersion | None = None
+    version_segments: list[VersionSegment] = field(default_factory=list)
+
+    # Status and metadata
+    status: TrajectoryStatus = TrajectoryStatus.PENDING
+    metadata: dict[str, Any] | None = field(default_factory=dict)
+    generation_time_ms: float = 0.0
+
+    # Beyond the page
+    group_size: int | None = None  # how many the group was meant to have
+    messages: list[Any] | None = None  # chat messages, verbatim
+    action_mask: Ints = field(default_factory=list)  # [T] int8, 1 = sampled by the policy
+    bootstrap_value: float | None = None  # V after the last token of a truncated episode
+    log_probs_version: int | None = None  # policy version under which log_probs were recomputed
+    version_span: tuple[int, int] | None = None  # (oldest, newest) when only these are known
+    version_known: str | None = None  # exact, span, list or absent; None = derived from the above
+    finish_reason: str | None = None
+    terminated: bool | None = None  # False = cut off (bootstraps), None = not known
+    parent_id: str | None = None
+    tokens_retokenized: bool = False  # ids come from re-tokenising text
+    source: str | None = None
+
+    @property
+    def total_length(self) -> int:
+        """Number of tokens, prompt and response."""
+        if len(self.tokens):
+            return len(self.tokens)
+        return len(self.prompt_tokens) + len(self.response_tokens)
+
+    @property
+    def has_version_boundaries(self) -> bool:
+        """Whether the trajectory spans more than one policy version."""
+        return len({segment.version.version_id for segment in self.version_segments}) > 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the status is COMPLETED."""
+        return self.status is TrajectoryStatus.COMPLETED
+
+    def get_version_gap(self, current_version: PolicyVersion | int) -> int:
+        """Staleness: current version minus the trajectory's, in publications of the policy.
+
+        Negative when the trajectory is newer than the trainer.
+
+        Raises:
+            ValidationError: the trajectory's version is not known.
+        """
+        if self.version is None:
+            raise ValidationError(
+                "the policy version is not known, so it has no version gap",
+                id=self.id,
+                column="version",
+                hint="set Trajectory.version, or treat unknown versions as a stratum of their own",
+            )
+        return version_number(current_version) - self.version.version_id
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain JSON-able values; the inverse of `from_dict`."""
+        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Builds a trajectory from `to_dict`'s form; a field that is not there takes its default.
+
+        A dict with fields of PartialTrajectory gives a PartialTrajectory, also when called on Trajectory.
+
+        Raises:
+            ValidationError: a key is not a field, or a version, segment or status has the wrong form.
+        """
+        target = cls
+        if not issubclass(cls, PartialTrajectory) and not _PARTIAL_ONLY.isdisjoint(data):
+            target = PartialTrajectory  # type: ignore[assignment]  # a subclass of every cls that gets here
+        id = str(data.get("id") or "")
+        known = {f.name for f in fields(target)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValidationError(
+                f"unknown field {unknown[0]!r}",
+                id=id,
+                hint="put extra values under 'metadata'; the fields are those of trajstore.Trajectory",
+            )
+        return target(**{name: _parse(name, value, id) for name, value in data.items()})
+
+
+@dataclass
+class PartialTrajectory(Trajectory):
+    """An aborted generation that can be continued (APRIL)."""
+
+    continuation_prompt: str = ""
+    start_rollout_id: str | None = None  # id of the first attempt
+    continuation_count: int = 0
+    kv_cache_ref: Any = None
+
+    def can_continue(self, max_continuations: int = 3) -> bool:
+        """Whether the generation was cut off and has continuations left."""
+        unfinished = self.status in (TrajectoryStatus.ABORTED, TrajectoryStatus.GENERATING)
+        return unfinished and self.continuation_count < max_continuations
+
+    def prepare_continuation(self) -> str:
+        """Sets and returns the text to generate from: the prompt and the response so far."""
+        self.continuation_prompt = self.prompt + self.response
+        return self.continuation_prompt
+
+
+_PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}
+
+
+def version_number(version: PolicyVersion | int) -> int:
+    """The counter of a policy version that is given as an int or as a PolicyVersion."""
+    return version.version_id if isinstance(version, PolicyVersion) else int(version)
+
+
+def _plain(name: str, value: Any) -> Any:
+    match value:
+        case _ if name == "kv_cache_ref":  # the engine's own object, whatever it is
+            return value
+        case PolicyVersion():
+            return {"version_id": value.version_id, "timestamp": value.timestamp, "step": value.step}
+        case TrajectoryStatus():
+            return value.value
+        case _ if name == "version_segments":
+            return [
+                {"start": s.start, "end": s.end, "version": _plain("version", s.version)} for s in value
+            ]
+        case _ if name == "version_span" and value is not None:
+            return list(value)
+        case _ if hasattr(value, "tolist"):  # numpy arrays and scalars, torch tensors
+            return value.tolist()
+        case _:
+            return value
+
+
+def _parse(name: str, value: Any, id: str) -> Any:
+    try:
+        match name:
+            case "version" if value is not None and not isinstance(value, PolicyVersion):
+                return _parse_version(value)
+            case "version_segments":
+                return [s if isinstance(s, VersionSegment) else _parse_segment(s) for s in value or ()]
+            case "status" if not isinstance(value, TrajectoryStatus):
+                return TrajectoryStatus(value)
+            case "version_span" if value is not None:
+                oldest, newest = value
+                return (oldest, newest)
+            case _:
+                return value
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValidationError(
+            f"cannot be read from {value!r} ({error})", id=id, column=name, hint=_FORMS.get(name)
+        ) from error
+
+
+def _parse_version(value: Any) -> PolicyVersion:
+    return PolicyVersion(value) if isinstance(value, int) else PolicyVersion(**value)
+
+
+def _parse_segment(value: Mapping[str, Any]) -> VersionSegment:
+    return VersionSegment(value["start"], value["end"], _parse_version(value["version"]))
+
+
+_FORMS = {
+    "version": 'give {"version_id": 3, "timestamp": 0.0, "step": 0}, an integer, or null',
+    "version_segments": 'give [{"start": 4, "end": 9, "version": {"version_id": 3}}]',
+    "status": f"give one of {', '.join(s.value for s in TrajectoryStatus)}",
+    "version_span": "give [oldest, newest]",
+}
