@@ -1,0 +1,55 @@
+"""A columnar store for the trajectories of language-model RL: Arrow in, Parquet at rest, torch batches out.
+
+Heavy parts are explicit submodules: `trajstore.query`, `trajstore.loader`. Nothing here imports torch.
+"""
+
+from trajstore.batch import TrajectoryBatch
+from trajstore.errors import (
+    ConflictError,
+    CorruptFileError,
+    FormatVersionError,
+    ImportFormatError,
+    InputError,
+    LengthMismatchError,
+    QueryError,
+    SchemaError,
+    StoreExistsError,
+    StoreNotFoundError,
+    TrajstoreError,
+    ValidationError,
+)
+from trajstore.store import Commit, Scan, TrajectoryStore
+from trajstore.trajectory import (
+    PartialTrajectory,
+    PolicyVersion,
+    Trajectory,
+    TrajectoryStatus,
+    VersionSegment,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Commit",
+    "ConflictError",
+    "CorruptFileError",
+    "FormatVersionError",
+    "ImportFormatError",
+    "InputError",
+    "LengthMismatchError",
+    "PartialTrajectory",
+    "PolicyVersion",
+    "QueryError",
+    "Scan",
+    "SchemaError",
+    "StoreExistsError",
+    "StoreNotFoundError",
+    "Trajectory",
+    "TrajectoryBatch",
+    "TrajectoryStatus",
+    "TrajectoryStore",
+    "TrajstoreError",
+    "ValidationError",
+    "VersionSegment",
+    "__version__",
+]

@@ -1,0 +1,246 @@
+"""Owns the store's Parquet files: encodings, statistics, digests, fsync, reading; knows nothing of commits.
+
+A file is written aside, made durable, and only then gets its name, `part-<uuid>-<digest>.parquet`, where the
+digest is 16 hex digits of blake2b over its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from trajstore.errors import CorruptFileError
+
+ROW_GROUP_ROWS = 1024
+
+_DICTIONARY_TEXT = (
+    "group_id prompt status version_known finish_reason source writer_id start_rollout_id parent_id"
+).split()
+_PLAIN_NUMBERS = ("id_hash",)  # every value is another one
+_STATISTICS_TEXT = ("group_id", "status", "version_known", "writer_id")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One immutable file of a table.
+
+    Attributes:
+        name: path below the table's folder.
+        rows: number of rows.
+        bytes: size on disk.
+        low, high: least and greatest value of each integer column that has one.
+        nulls: null count of each integer column.
+    """
+
+    name: str
+    rows: int
+    bytes: int
+    low: dict[str, int] = field(default_factory=dict)
+    high: dict[str, int] = field(default_factory=dict)
+    nulls: dict[str, int] = field(default_factory=dict)
+
+
+class FileWriter:
+    """Writes record batches of one schema to one file; `close` gives it its name.
+
+    Used as a context manager it removes what is half-written when the block fails.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        self.folder = folder
+        self.schema = schema
+        self._aside = folder / f"part-{uuid.uuid4().hex}.tmp"
+        self._sink: BinaryIO = self._aside.open("wb")
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._rows = 0
+        self._low: dict[str, int] = {}
+        self._high: dict[str, int] = {}
+        self._nulls = {f.name: 0 for f in schema if pa.types.is_integer(f.type)}
+        self._parquet = pq.ParquetWriter(
+            pa.PythonFile(_Hashed(self._sink, self._digest), mode="w"), schema, **settings(schema)
+        )
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abort()
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes on their way to disk so far."""
+        return self._sink.tell()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Adds rows, sorted by their oldest policy version so that a staleness gate skips row groups."""
+        if "oldest_version_id" in batch.schema.names:
+            batch = batch.take(pc.sort_indices(batch, [("oldest_version_id", "ascending")]))
+        for name in self._nulls:
+            column = batch.column(name)
+            self._nulls[name] += column.null_count
+            if column.null_count < len(column):
+                ends = pc.min_max(column).as_py()
+                self._low[name] = min(ends["min"], self._low.get(name, ends["min"]))
+                self._high[name] = max(ends["max"], self._high.get(name, ends["max"]))
+        self._rows += batch.num_rows
+        self._parquet.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
+
+    def close(self) -> DataFile:
+        """Makes the file durable under its final name."""
+        self._parquet.close()
+        self._sink.flush()
+        os.fsync(self._sink.fileno())
+        size = self._sink.tell()
+        self._sink.close()
+        name = f"{self._aside.stem}-{self._digest.hexdigest()}.parquet"
+        self._aside.rename(self.folder / name)
+        sync_folder(self.folder)
+        return DataFile(name, self._rows, size, self._low, self._high, self._nulls)
+
+    def abort(self) -> None:
+        """Removes the half-written file."""
+        self._sink.close()
+        self._aside.unlink(missing_ok=True)
+
+
+class _Hashed:
+    """A sink that digests what passes through it."""
+
+    closed = False
+
+    def __init__(self, sink: BinaryIO, digest: Any) -> None:
+        self._sink = sink
+        self._digest = digest
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return self._sink.write(data)
+
+    def tell(self) -> int:
+        return self._sink.tell()
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def settings(schema: pa.Schema) -> dict[str, Any]:
+    """Parquet settings for a schema; columns are named by their leaf path, other names are ignored by Parquet."""
+    dictionary, split, statistics = [], {}, []
+    for f in schema:
+        for path, kind in _leaves(f.name, f.type):
+            nested = path != f.name
+            if pa.types.is_floating(kind):
+                if nested:
+                    split[path] = "BYTE_STREAM_SPLIT"
+                else:
+                    dictionary.append(path)
+            elif pa.types.is_integer(kind):
+                if f.name not in _PLAIN_NUMBERS:
+                    dictionary.append(path)
+                if not nested:
+                    statistics.append(path)
+            elif pa.types.is_string(kind) and f.name in _DICTIONARY_TEXT:
+                dictionary.append(path)
+                if f.name in _STATISTICS_TEXT:
+                    statistics.append(path)
+    return {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": dictionary,
+        "column_encoding": split,
+        # Never on floats: their statistics leave NaN out, and DuckDB prunes on them.
+        "write_statistics": statistics,
+        "store_schema": True,
+    }
+
+
+def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+    if pa.types.is_list(kind):
+        return _leaves(f"{path}.list.element", kind.value_type)
+    if pa.types.is_struct(kind):
+        return [leaf for f in kind for leaf in _leaves(f"{path}.{f.name}", f.type)]
+    return [(path, kind)]
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(
+    folder: Path, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64] | None = None
+) -> pa.Table:
+    """Columns of one file, those it does not have as null.
+
+    Args:
+        folder: the table's folder.
+        file: which file.
+        schema: the columns to read.
+        rows: positions to read, ascending; None reads all. Row groups without any are not touched.
+
+    Raises:
+        CorruptFileError: the file is missing or cannot be read.
+    """
+    path = folder / file.name
+    try:
+        parquet = pq.ParquetFile(path, pre_buffer=False)
+        there = [name for name in schema.names if name in parquet.schema_arrow.names]
+        if rows is None:
+            table = parquet.read(there)
+        else:
+            table = _read_rows(parquet, there, rows)
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"data file {path} cannot be read: {error}",
+            hint="restore the file from a backup, or go back to a snapshot that does not use it",
+        ) from error
+    count = table.num_rows if there else file.rows if rows is None else len(rows)
+    columns = [
+        table.column(f.name).cast(f.type) if f.name in there else pa.nulls(count, f.type) for f in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _read_rows(parquet: pq.ParquetFile, columns: Sequence[str], rows: NDArray[np.int64]) -> pa.Table:
+    sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+    ends = np.cumsum(sizes, dtype=np.int64)
+    group_of = np.searchsorted(ends, rows, side="right")
+    parts = []
+    for group in np.unique(group_of):
+        inside = rows[group_of == group] - (ends[group] - sizes[group])
+        part = parquet.read_row_group(int(group), columns)
+        parts.append(part if len(inside) == sizes[group] else part.take(inside))
+    return pa.concat_tables(parts) if parts else parquet.schema_arrow.empty_table().select(columns)
+
+
+def column_bytes(folder: Path, files: Sequence[DataFile]) -> dict[str, int]:
+    """Compressed bytes of each column over all files, from the footers."""
+    total: dict[str, int] = {}
+    for file in files:
+        metadata = pq.read_metadata(folder / file.name)
+        for group in range(metadata.num_row_groups):
+            row_group = metadata.row_group(group)
+            for i in range(row_group.num_columns):
+                chunk = row_group.column(i)
+                name = chunk.path_in_schema.split(".")[0]
+                total[name] = total.get(name, 0) + chunk.total_compressed_size
+    return total
