@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trajstore import layouts, plan
 from trajstore.errors import InputError
@@ -85,11 +87,14 @@ class TrajectoryLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rows = self._loaded()
         epoch, self._epoch = self._epoch, self._epoch + 1
-        keys = seeded_keys(rows.keys, hash((self._seed, epoch))) if self._shuffle else None
+        keys = self._keys(rows, epoch) if self._shuffle else None
         for chosen in plan.batches(
             rows.lengths, self._batch_size, keys=keys, bucket_window=self._bucket_window
         ):
             yield self._batch(rows.take(chosen))
+
+    def _keys(self, rows: Rows, epoch: int) -> NDArray[np.uint64]:
+        return seeded_keys(seeded_keys(rows.keys, self._seed).view(np.int64), epoch)
 
     def _loaded(self) -> Rows:
         if self._rows is None:

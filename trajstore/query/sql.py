@@ -38,6 +38,8 @@ class Connection:
             text = package_files("trajstore.query").joinpath(f"sql/{view}.sql").read_text()
             number = "null::bigint" if current_version is None else str(int(current_version))
             self._duckdb.execute(text.replace("$current_version", number))
+        # A name in FROM must never mean a Python variable of the caller.
+        self._duckdb.execute("set python_enable_replacements = false")
         self._duckdb.execute("set enable_external_access = false")
         self._duckdb.execute("set lock_configuration = true")
 
@@ -57,10 +59,8 @@ class Connection:
             QueryError: the query is wrong, or asks for what a confined connection may not do.
         """
         try:
-            result = self._duckdb.execute(query, parameters)
-            if result.description is None:
-                return pa.table({})
-            return result.to_arrow_table()
+            result = self._duckdb.sql(query, params=parameters)
+            return pa.table({}) if result is None else result.to_arrow_table()
         except duckdb.Error as error:
             raise QueryError(_first_line(error), hint=_hint(error)) from error
 
