@@ -2,6 +2,6 @@
 
 from trajstore.store.scan import Scan
 from trajstore.store.store import Commit, TrajectoryStore
-from trajstore.store.table import Snapshot
+from trajstore.store.table import Snapshot, is_store
 
-__all__ = ["Commit", "Scan", "Snapshot", "TrajectoryStore"]
+__all__ = ["Commit", "Scan", "Snapshot", "TrajectoryStore", "is_store"]

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from trajstore.store import files
 from trajstore.store.files import FileWriter
-from trajstore.store.table import Table, exists
+from trajstore.store.table import Table, is_store
 
 QUARANTINE = "quarantine"
 
@@ -62,7 +62,7 @@ def side_folder(store: Path, name: str) -> Path:
 def quarantine(store: Path, refused: Sequence[Refused], writer_id: str, batch_no: int) -> None:
     """Commits refused rows with their reasons; a resend of the same batch adds nothing."""
     folder = side_folder(store, QUARANTINE)
-    table = Table.open(folder) if exists(folder) else Table.create(folder, QUARANTINE_SCHEMA)
+    table = Table.open(folder) if is_store(folder) else Table.create(folder, QUARANTINE_SCHEMA)
     now = datetime.now(UTC)
     rows = [vars(r) | {"writer_id": writer_id, "batch_no": batch_no, "quarantined_at": now} for r in refused]
     with FileWriter(folder, QUARANTINE_SCHEMA) as writer:
@@ -77,7 +77,7 @@ def quarantine(store: Path, refused: Sequence[Refused], writer_id: str, batch_no
 def quarantined(store: Path) -> pa.Table:
     """All refused rows with their reasons, in order of arrival; empty when there are none."""
     folder = side_folder(store, QUARANTINE)
-    if not exists(folder):
+    if not is_store(folder):
         return QUARANTINE_SCHEMA.empty_table()
     table = Table.open(folder)
     parts = [files.read(folder, file, QUARANTINE_SCHEMA) for file in table.files()]

@@ -43,7 +43,7 @@ class Commit:
         rows: rows added.
         bytes: bytes of data files added.
         already_in: whether this writer's batch had been committed before.
-        quarantined: rows that were refused and put into the quarantine.
+        refused: the rows that were put into the quarantine, with their reasons.
         not_finite: rows with a NaN or an infinity, by column.
     """
 
@@ -51,8 +51,13 @@ class Commit:
     rows: int
     bytes: int
     already_in: bool
-    quarantined: int
+    refused: tuple[Refused, ...]
     not_finite: dict[str, int]
+
+    @property
+    def quarantined(self) -> int:
+        """How many rows were put into the quarantine."""
+        return len(self.refused)
 
 
 class TrajectoryStore:
@@ -197,7 +202,7 @@ class TrajectoryStore:
         self._table.refresh()
         last = self._table.committed_batch(writer_id)
         if last is not None and batch_no <= last:
-            return Commit(self.snapshot, 0, 0, True, 0, {})
+            return Commit(self.snapshot, 0, 0, True, (), {})
         refused: list[Refused] = []
         with _Files(self.path, self._table.schema) as out:
             for batch in self._encoded(rows, nulls, refused if on_error == "quarantine" else None):
@@ -206,14 +211,14 @@ class TrajectoryStore:
             if refused:
                 side.quarantine(self.path, refused, writer_id, batch_no)
             if not done and anonymous:
-                return Commit(self.snapshot, 0, 0, False, len(refused), {})
+                return Commit(self.snapshot, 0, 0, False, tuple(refused), {})
             snapshot = self._table.commit(done, writer_id=writer_id, batch_no=batch_no)
             out.committed = snapshot is not None
         self._batch_no += anonymous
         if snapshot is None:
-            return Commit(self.snapshot, 0, 0, True, len(refused), {})
+            return Commit(self.snapshot, 0, 0, True, tuple(refused), {})
         total = sum(file.bytes for file in done)
-        return Commit(snapshot, stamp.rows, total, False, len(refused), out.not_finite)
+        return Commit(snapshot, stamp.rows, total, False, tuple(refused), out.not_finite)
 
     def _storable(self) -> pa.Schema:
         """What a caller may give: every stored column but the store's own stamps."""

@@ -87,7 +87,7 @@ class Table:
             StoreExistsError: the folder exists and is not empty, or is not a folder.
         """
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            what = "a store" if exists(folder) else "something else"
+            what = "a store" if is_store(folder) else "something else"
             hint = "open it, or choose another path" if what == "a store" else "choose another path"
             raise StoreExistsError(f"{folder} already holds {what}", hint=hint)
         try:
@@ -115,7 +115,7 @@ class Table:
             FormatVersionError: a newer trajstore wrote it.
             QueryError: it has no such snapshot.
         """
-        if not folder.is_dir() or not exists(folder):
+        if not folder.is_dir() or not is_store(folder):
             hint = f"make one: trajstore import FILE {folder}"
             raise StoreNotFoundError(f"there is no store at {folder}", hint=hint)
         try:
@@ -241,7 +241,7 @@ class Table:
         return [_snapshot(entry) for entry in reversed(self._delta.history())]
 
 
-def exists(folder: Path) -> bool:
+def is_store(folder: Path) -> bool:
     """Whether a folder holds a table's log."""
     return (folder / "_delta_log").is_dir()
 

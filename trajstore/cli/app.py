@@ -1,0 +1,185 @@
+"""Owns the command line itself: its verbs' names, options and exit codes; what they do is next door.
+
+Exit codes: 0 done, 1 it failed, 2 the input was bad. `--debug` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import trajstore.cli.verbs as verbs
+from trajstore.cli import show
+from trajstore.errors import InputError, TrajstoreError
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="A columnar store for the trajectories of language-model RL.",
+)
+
+
+class _Shell:
+    debug = False
+
+
+class OnBadRow(str, Enum):
+    """What to do with a row that breaks the contract."""
+
+    raise_ = "raise"
+    quarantine = "quarantine"
+
+
+class Allocation(str, Enum):
+    """How a sample is shared out over the strata."""
+
+    equal = "equal"
+    proportional = "proportional"
+
+
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+AtSnapshot = Annotated[
+    int | None, typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(verbs.version())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    _Shell.debug = debug
+
+
+@app.command("import", epilog="Example: trajstore import runs.json air --format messages")
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="File to read.")],
+    store: Store,
+    format: Annotated[
+        str, typer.Option("--format", "-f", metavar="NAME", help="auto, trajstore-jsonl or messages.")
+    ] = "auto",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", metavar="FILE", help="tokenizer.json or .tiktoken, to make token ids."),
+    ] = None,
+    on_error: Annotated[
+        OnBadRow, typer.Option("--on-error", help="Stop at a bad row, or set it aside with its reason.")
+    ] = OnBadRow.raise_,
+    nulls: Annotated[
+        bool, typer.Option("--nulls-as-nan", help="Take null in a list of log-probs as NaN.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Import a file of trajectories as one commit, making the store when there is none."""
+    verbs.import_file(
+        path,
+        store,
+        format=format,
+        tokenizer=tokenizer,
+        quarantine=on_error is OnBadRow.quarantine,
+        nulls=nulls,
+        json=json,
+    )
+
+
+@app.command(epilog="Example: trajstore info air")
+def info(store: Store, snapshot: AtSnapshot = None, json: Json = False) -> None:
+    """Show rows, tokens, policy versions, snapshots and the size of each column."""
+    verbs.info(store, snapshot=snapshot, json=json)
+
+
+@app.command(epilog='Example: trajstore sql air "select group_id, avg(reward) from trajectories group by 1"')
+def sql(
+    store: Store,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="SQL over the view trajectories.")],
+    current_version: Annotated[
+        int | None, typer.Option("--at", metavar="V", help="Current policy version, for version_gap.")
+    ] = None,
+    snapshot: AtSnapshot = None,
+    json: Json = False,
+) -> None:
+    """Ask SQL (DuckDB's dialect); the query can read the store and nothing else."""
+    verbs.sql(store, query, current_version=current_version, snapshot=snapshot, json=json)
+
+
+@app.command(epilog="Example: trajstore sample air -n 8 --by group_id --where 'reward > 0'")
+def sample(
+    store: Store,
+    n: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Rows to draw.")] = 8,
+    by: Annotated[
+        str, typer.Option("--by", metavar="COLUMN", help="Column whose values are the strata, or version_gap.")
+    ] = "status",
+    at: Annotated[int | None, typer.Option("--at", metavar="V", help="Current policy version.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option("--max-staleness", metavar="K", help="Only rows at most K versions behind.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option("--where", metavar="SQL", help="Only rows for which this is true.")
+    ] = None,
+    allocation: Annotated[
+        Allocation, typer.Option("--allocation", help="Same share for every stratum, or by size.")
+    ] = Allocation.equal,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Chooses the draw.")] = 0,
+    snapshot: AtSnapshot = None,
+    json: Json = False,
+) -> None:
+    """Draw a stratified sample, the same one for the same seed."""
+    verbs.sample(
+        store,
+        n=n,
+        by=by,
+        at=at,
+        max_staleness=max_staleness,
+        where=where,
+        allocation=allocation.value,
+        seed=seed,
+        snapshot=snapshot,
+        json=json,
+    )
+
+
+@app.command(epilog="Example: trajstore demo")
+def demo(
+    store: Annotated[
+        Path, typer.Argument(metavar="[STORE]", help="Where to write the demo's store.")
+    ] = Path("trajstore-demo"),
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the run.")] = 0,
+) -> None:
+    """Train a small policy asynchronously, store its rollouts, and show what one can ask."""
+    verbs.demo(store, seed=seed)
+
+
+def main() -> None:
+    """Runs the command line; the script `trajstore` is this."""
+    try:
+        app()
+    except TrajstoreError as problem:
+        if _Shell.debug:
+            raise
+        show.error(problem)
+        sys.exit(BAD_INPUT if isinstance(problem, InputError) else FAILED)
+    except BrokenPipeError:
+        # The reader of our pipe went away: leave quietly, and keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

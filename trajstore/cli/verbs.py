@@ -1,0 +1,249 @@
+"""Owns what each shell verb does: calls the library's verb of the same name and prints the answer."""
+
+from __future__ import annotations
+
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from trajstore import ingest as ingesting
+from trajstore.cli import show
+from trajstore.errors import QueryError
+from trajstore.query import connect, fresh, stratified_sample
+from trajstore.schema import FORMAT_VERSION
+from trajstore.selection import Allocation
+from trajstore.store import Scan, TrajectoryStore
+
+SHOWN_REFUSALS = 10
+TOO_LONG = 48
+
+
+def version() -> str:
+    """The installed version."""
+    return metadata.version("trajstore")
+
+
+def import_file(
+    path: Path,
+    store: Path,
+    *,
+    format: str,
+    tokenizer: Path | None,
+    quarantine: bool,
+    nulls: bool,
+    json: bool,
+) -> None:
+    """`trajstore import`."""
+    started = time.monotonic()
+    with _bar() as bar:
+        task = bar.add_task(path.name, total=None, rows=0, speed="")
+
+        def report(progress: ingesting.Progress) -> None:
+            if progress.rows % 64 == 0:
+                seconds = time.monotonic() - started
+                speed = f"{progress.tokens / seconds:,.0f} tokens/s" if progress.tokens else ""
+                bar.update(
+                    task,
+                    total=progress.total_bytes,
+                    completed=progress.bytes_read,
+                    rows=progress.rows,
+                    speed=speed,
+                )
+
+        done = ingesting.ingest(
+            path,
+            store,
+            format=format,
+            tokenizer=tokenizer,
+            on_error="quarantine" if quarantine else "raise",
+            nulls=nulls,
+            report=report,
+        )
+    seconds = time.monotonic() - started
+    commit = done.commit
+    if json:
+        show.as_json(
+            {
+                "store": str(store),
+                "created": done.created,
+                "format": done.format,
+                "snapshot": commit.snapshot,
+                "rows": commit.rows,
+                "tokens": done.tokens,
+                "bytes": commit.bytes,
+                "quarantined": [{"where": w, "reason": r} for w, r in done.refused],
+                "not_finite": commit.not_finite,
+                "seconds": round(seconds, 3),
+            }
+        )
+        return
+    out = show.console()
+    if format == ingesting.AUTO:
+        out.print(f"format {done.format} ({done.why})", markup=False)
+    verb = "made" if done.created else "appended to"
+    rate = f", {done.tokens:,} tokens, {done.tokens / seconds:,.0f} tokens/s" if done.tokens else ""
+    out.print(
+        f"{verb} {store}: {commit.rows:,} rows{rate}, {show.size(commit.bytes)}, snapshot {commit.snapshot}",
+        markup=False,
+    )
+    if not done.tokens:
+        out.print("no tokens: the file holds text only; give --tokenizer FILE to make token ids")
+    for name, rows in commit.not_finite.items():
+        out.print(f"{name}: {rows:,} rows hold NaN or an infinity", markup=False)
+    if done.refused:
+        out.print(f"quarantined {len(done.refused):,} rows:")
+        for where, reason in done.refused[:SHOWN_REFUSALS]:
+            out.print(f"  {where}: {reason}", markup=False)
+        if len(done.refused) > SHOWN_REFUSALS:
+            out.print(f"  and {len(done.refused) - SHOWN_REFUSALS:,} more")
+
+
+def _bar() -> Progress:
+    out = show.console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rows]:,} rows {task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=out,
+        transient=True,
+        disable=not out.is_terminal,
+    )
+
+
+def _open(store: Path, snapshot: int | None) -> TrajectoryStore:
+    opened = TrajectoryStore.open(store)
+    return opened if snapshot is None else opened.at(snapshot)
+
+
+def info(store: Path, *, snapshot: int | None, json: bool) -> None:
+    """`trajstore info`."""
+    opened = _open(store, snapshot)
+    history = opened.history()
+    columns = ["length", "group_id", "reward", "oldest_version_id", "newest_version_id", "status"]
+    rows = opened.scan(columns=columns).to_arrow()
+    tokens = pc.sum(rows["length"]).as_py() or 0
+    sizes = dict(sorted(opened.column_bytes().items(), key=lambda item: -item[1]))
+    total = sum(sizes.values())
+    facts: dict[str, Any] = {
+        "rows": len(rows),
+        "tokens": tokens,
+        "groups": pc.count_distinct(rows["group_id"]).as_py(),
+        "mean reward": _mean(rows["reward"]),
+        "policy versions": _range(rows),
+        "status": {str(c["values"]): c["counts"] for c in pc.value_counts(rows["status"]).to_pylist()},
+        "snapshots": len(history),
+        "newest snapshot": opened.snapshot,
+        "format version": FORMAT_VERSION,
+        "bytes": total,
+        "bytes per token": round(total / tokens, 3) if tokens else None,
+        "quarantined": len(opened.quarantined()),
+    }
+    if json:
+        show.as_json(facts | {"column bytes": sizes, "history": [vars(s) for s in history]})
+        return
+    facts["status"] = ", ".join(f"{count} {name}" for name, count in facts["status"].items())
+    facts["bytes"] = show.size(total)
+    shown = {k: f"{v:,}" if isinstance(v, int) else v for k, v in facts.items() if v is not None}
+    show.pairs(str(store), shown)
+    show.table(
+        [
+            {
+                "column": name,
+                "size": show.size(bytes_),
+                "%": f"{100 * bytes_ / total:.1f}",
+                "bytes/token": f"{bytes_ / tokens:.3f}" if tokens else "",
+            }
+            for name, bytes_ in sizes.items()
+            if bytes_ * 200 >= total
+        ],
+        title="size by column (0.5 % and above)",
+    )
+
+
+def _mean(column: pa.ChunkedArray) -> float | None:
+    known = column.filter(pc.is_finite(column))
+    return round(pc.mean(known).as_py(), 6) if len(known) else None
+
+
+def _range(rows: pa.Table) -> str | None:
+    low, high = pc.min(rows["oldest_version_id"]).as_py(), pc.max(rows["newest_version_id"]).as_py()
+    return None if low is None else f"{low} to {high}"
+
+
+def sql(
+    store: Path, query: str, *, current_version: int | None, snapshot: int | None, json: bool
+) -> None:
+    """`trajstore sql`."""
+    with connect(_open(store, snapshot), current_version=current_version) as connection:
+        result = connection.sql(query)
+    if json:
+        show.as_json(result.to_pylist())
+    else:
+        show.table(_unique(result).to_pylist(), columns=_unique(result).schema.names)
+
+
+def _unique(result: pa.Table) -> pa.Table:
+    names = [f"{n}_{i}" if n in result.schema.names[:i] else n for i, n in enumerate(result.schema.names)]
+    return result.rename_columns(names)
+
+
+def sample(
+    store: Path,
+    *,
+    n: int,
+    by: str,
+    at: int | None,
+    max_staleness: int | None,
+    where: str | None,
+    allocation: Allocation,
+    seed: int,
+    snapshot: int | None,
+    json: bool,
+) -> None:
+    """`trajstore sample`."""
+    scan: Scan = _open(store, snapshot).scan()
+    if where is not None:
+        scan = scan.filter(where)
+    if max_staleness is not None:
+        scan = scan.filter(fresh(_current(at, "--max-staleness"), max_staleness))
+    if by == "version_gap":
+        _current(at, "--by version_gap")
+    drawn = stratified_sample(scan, n, by=by, at=at, allocation=allocation, seed=seed)
+    names = ["id", "group_id", "status", "length", "reward", "oldest_version_id", "prompt", "response"]
+    rows = drawn.columns([*names, *([by] if by not in (*names, "version_gap") else [])]).to_arrow().to_pylist()
+    for row in rows:
+        if at is not None:
+            oldest = row["oldest_version_id"]
+            row["version_gap"] = None if oldest is None else at - oldest
+    if json:
+        show.as_json(rows)
+        return
+    if not rows:
+        show.console().print("no rows:")
+        for gate in drawn.explain():
+            show.console().print(f"  {gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out", markup=False)
+        return
+    for row in rows:
+        for name in ("prompt", "response"):
+            row[name] = row[name] if len(row[name]) <= TOO_LONG else row[name][: TOO_LONG - 1] + "…"
+    show.table(rows)
+
+
+def _current(at: int | None, why: str) -> int:
+    if at is None:
+        raise QueryError(f"{why} needs the current policy version", hint="add --at V")
+    return at
+
+
+def demo(store: Path, *, seed: int) -> None:
+    """`trajstore demo`."""
+    from trajstore.demo import run_demo  # torch is imported here and nowhere before
+
+    run_demo(store, seed=seed, console=show.console())
