@@ -22,7 +22,7 @@ bench: $(READY)
 	$(BIN)/python tests/bench/codec.py
 
 schemas: $(READY)
-	$(BIN)/python -m trajstore.schema schemas
+	$(BIN)/python -c 'import pathlib, trajstore.schema; trajstore.schema.write(pathlib.Path("schemas"))'
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
