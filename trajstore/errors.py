@@ -43,9 +43,7 @@ class TrajstoreError(Exception):
         return (_rebuild, (type(self), self.message, self.__dict__))
 
 
-def _rebuild(
-    cls: type[TrajstoreError], message: str, state: dict[str, object]
-) -> TrajstoreError:
+def _rebuild(cls: type[TrajstoreError], message: str, state: dict[str, object]) -> TrajstoreError:
     error = cls.__new__(cls)
     Exception.__init__(error, message)
     error.__dict__.update(state)

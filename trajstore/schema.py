@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
@@ -47,7 +47,7 @@ class Column:
 
     def __post_init__(self) -> None:
         listed = pa.types.is_list(self.type)
-        if self.role == "token" and not listed or self.role == "scalar" and listed:
+        if (self.role == "token" and not listed) or (self.role == "scalar" and listed):
             raise SchemaError(
                 f"column {self.name!r}: role {self.role!r} does not go with type {self.type}",
                 hint="token and list columns are lists (trajstore.schema.list_of), scalars are not",
@@ -61,7 +61,7 @@ class Column:
     @property
     def field(self) -> pa.Field:
         """The Arrow field; role, unit and pad travel in its metadata."""
-        metadata = {"trajstore.role": self.role}
+        metadata: dict[str, str] = {"trajstore.role": self.role}
         if self.unit:
             metadata["trajstore.unit"] = self.unit
         if self.role == "token":
@@ -86,11 +86,18 @@ class Column:
         return Column(
             field.name,
             field.type,
-            metadata["trajstore.role"],  # type: ignore[arg-type]  # checked by __post_init__'s callers
+            _role(field.name, metadata["trajstore.role"]),
             nullable=field.nullable,
             unit=metadata.get("trajstore.unit", ""),
             pad=json.loads(metadata.get("trajstore.pad", "0")),
         )
+
+
+def _role(name: str, text: str) -> Role:
+    for role in get_args(Role):
+        if role == text:
+            return role  # type: ignore[no-any-return]  # get_args is untyped
+    raise SchemaError(f"column {name!r} has role {text!r}", hint=f"roles: {', '.join(get_args(Role))}")
 
 
 def list_of(element: pa.DataType) -> pa.DataType:
@@ -274,4 +281,3 @@ def write(folder: Path) -> None:
     head, rest = readme.read_text().split(TABLE_MARKS[0])
     _, tail = rest.split(TABLE_MARKS[1])
     readme.write_text(head + TABLE_MARKS[0] + to_markdown() + TABLE_MARKS[1] + tail)
-

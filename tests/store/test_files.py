@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trajstore import CorruptFileError, PolicyVersion, Trajectory, TrajectoryStore, VersionSegment
-from trajstore.schema import SCHEMA
+from trajstore.schema import SCHEMA, TOKEN_FLOATS
 from trajstore.store import files
 
 
@@ -36,9 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def column(metadata: pq.FileMetaData, name: str) -> pq.ColumnChunkMetaData:
     group = metadata.row_group(0)
-    return next(
-        group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == name
-    )
+    return next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == name)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def column(metadata: pq.FileMetaData, name: str) -> pq.ColumnChunkMetaData:
         ("attention_mask.list.element", "RLE_DICTIONARY"),
         *[
             (f"{name}.list.element", "BYTE_STREAM_SPLIT")
-            for name in "log_probs behavior_log_probs token_rewards values advantages returns".split()
+            for name in TOKEN_FLOATS
         ],
         ("version_segments.list.element.version_id", "RLE_DICTIONARY"),
         ("version_segments.list.element.timestamp", "BYTE_STREAM_SPLIT"),

@@ -87,7 +87,9 @@ def test_nothing_is_committed_when_one_row_is_bad(store: TrajectoryStore) -> Non
     store.append([rollout(0)])
     files = sorted(store.path.rglob("*"))
     bad = rollout(2, log_probs=[-1.0])
-    with pytest.raises(LengthMismatchError, match=r"trajectory 1 \(id 'row-2'\), column 'log_probs'") as error:
+    with pytest.raises(
+        LengthMismatchError, match=r"trajectory 1 \(id 'row-2'\), column 'log_probs'"
+    ) as error:
         store.append([rollout(1), bad, rollout(3)])
     assert error.value.row == 1
     assert sorted(store.path.rglob("*")) == files
@@ -298,7 +300,7 @@ def test_concurrent_processes_lose_and_double_nothing(store: TrajectoryStore) ->
 
 
 def test_importing_trajstore_is_light() -> None:
-    heavy = "torch polars duckdb tokenizers typer".split()
+    heavy = ["torch", "polars", "duckdb", "tokenizers", "typer"]
     code = f"import sys, trajstore; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Owns the shell: the verbs of the library under the same names, and what they print; computes nothing itself."""
+"""Owns the shell: the library's verbs under the same names, and what they print; computes nothing."""
 
 from trajstore.cli.app import main
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -33,14 +33,14 @@ class _Shell:
     debug = False
 
 
-class OnBadRow(str, Enum):
+class OnBadRow(StrEnum):
     """What to do with a row that breaks the contract."""
 
     raise_ = "raise"
     quarantine = "quarantine"
 
 
-class Allocation(str, Enum):
+class Allocation(StrEnum):
     """How a sample is shared out over the strata."""
 
     equal = "equal"
@@ -126,7 +126,8 @@ def sample(
     store: Store,
     n: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Rows to draw.")] = 8,
     by: Annotated[
-        str, typer.Option("--by", metavar="COLUMN", help="Column whose values are the strata, or version_gap.")
+        str,
+        typer.Option("--by", metavar="COLUMN", help="Column whose values are the strata, or version_gap."),
     ] = "status",
     at: Annotated[int | None, typer.Option("--at", metavar="V", help="Current policy version.")] = None,
     max_staleness: Annotated[
@@ -159,9 +160,9 @@ def sample(
 
 @app.command(epilog="Example: trajstore demo")
 def demo(
-    store: Annotated[
-        Path, typer.Argument(metavar="[STORE]", help="Where to write the demo's store.")
-    ] = Path("trajstore-demo"),
+    store: Annotated[Path, typer.Argument(metavar="[STORE]", help="Where to write the demo's store.")] = Path(
+        "trajstore-demo"
+    ),
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the run.")] = 0,
 ) -> None:
     """Train a small policy asynchronously, store its rollouts, and show what one can ask."""

@@ -177,9 +177,7 @@ def _range(rows: pa.Table) -> str | None:
     return None if low is None else f"{low} to {high}"
 
 
-def sql(
-    store: Path, query: str, *, current_version: int | None, snapshot: int | None, json: bool
-) -> None:
+def sql(store: Path, query: str, *, current_version: int | None, snapshot: int | None, json: bool) -> None:
     """`trajstore sql`."""
     with connect(_open(store, snapshot), current_version=current_version) as connection:
         result = connection.sql(query)
@@ -217,7 +215,9 @@ def sample(
         _current(at, "--by version_gap")
     drawn = stratified_sample(scan, n, by=by, at=at, allocation=allocation, seed=seed)
     names = ["id", "group_id", "status", "length", "reward", "oldest_version_id", "prompt", "response"]
-    rows = drawn.columns([*names, *([by] if by not in (*names, "version_gap") else [])]).to_arrow().to_pylist()
+    rows = (
+        drawn.columns([*names, *([by] if by not in (*names, "version_gap") else [])]).to_arrow().to_pylist()
+    )
     for row in rows:
         if at is not None:
             oldest = row["oldest_version_id"]
@@ -228,7 +228,9 @@ def sample(
     if not rows:
         show.console().print("no rows:")
         for gate in drawn.explain():
-            show.console().print(f"  {gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out", markup=False)
+            show.console().print(
+                f"  {gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out", markup=False
+            )
         return
     for row in rows:
         for name in ("prompt", "response"):

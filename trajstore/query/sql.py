@@ -59,8 +59,8 @@ class Connection:
             QueryError: the query is wrong, or asks for what a confined connection may not do.
         """
         try:
-            result = self._duckdb.sql(query, params=parameters)
-            return pa.table({}) if result is None else result.to_arrow_table()
+            result: Any = self._duckdb.sql(query, params=parameters)  # None for a statement without rows
+            return pa.table({}) if result is None else _whole_numbers(result.to_arrow_table())
         except duckdb.Error as error:
             raise QueryError(_first_line(error), hint=_hint(error)) from error
 
@@ -100,6 +100,17 @@ def _stored(scan: Scan) -> Any:
     if not scan.is_whole or not paths:
         return scan.to_arrow()
     return pads.dataset(paths, scan.schema, format="parquet", filesystem=pyarrow.fs.LocalFileSystem())
+
+
+def _whole_numbers(table: pa.Table) -> pa.Table:
+    """DuckDB sums integers as 128-bit ones, which Arrow has only as decimals: back to int64 where they fit."""
+    for i, field in enumerate(table.schema):
+        if pa.types.is_decimal(field.type) and field.type.precision == 38 and field.type.scale == 0:
+            try:
+                table = table.set_column(i, field.name, table.column(i).cast(pa.int64()))
+            except pa.ArrowInvalid:  # a sum beyond 64 bits stays a decimal
+                continue
+    return table
 
 
 def _first_line(error: duckdb.Error) -> str:

@@ -24,9 +24,12 @@ from trajstore.errors import CorruptFileError
 
 ROW_GROUP_ROWS = 1024
 
-_DICTIONARY_TEXT = (
-    "group_id prompt status version_known finish_reason source writer_id start_rollout_id parent_id"
-).split()
+_DICTIONARY_TEXT = frozenset(
+    {
+        *("group_id", "prompt", "status", "version_known", "finish_reason", "source"),
+        *("writer_id", "start_rollout_id", "parent_id"),
+    }
+)
 _PLAIN_NUMBERS = ("id_hash",)  # every value is another one
 _STATISTICS_TEXT = ("group_id", "status", "version_known", "writer_id")
 
@@ -139,7 +142,7 @@ class _Hashed:
 
 
 def settings(schema: pa.Schema) -> dict[str, Any]:
-    """Parquet settings for a schema; columns are named by their leaf path, other names are ignored by Parquet."""
+    """Parquet settings for a schema, by leaf path: other names of list columns are ignored in silence."""
     dictionary, split, statistics = [], {}, []
     for f in schema:
         for path, kind in _leaves(f.name, f.type):
@@ -186,9 +189,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read(
-    folder: Path, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64] | None = None
-) -> pa.Table:
+def read(folder: Path, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64] | None = None) -> pa.Table:
     """Columns of one file, those it does not have as null.
 
     Args:
@@ -204,10 +205,7 @@ def read(
     try:
         parquet = pq.ParquetFile(path, pre_buffer=False)
         there = [name for name in schema.names if name in parquet.schema_arrow.names]
-        if rows is None:
-            table = parquet.read(there)
-        else:
-            table = _read_rows(parquet, there, rows)
+        table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
     except (OSError, pa.ArrowException) as error:
         raise CorruptFileError(
             f"data file {path} cannot be read: {error}",

@@ -1,9 +1,10 @@
-"""Owns Scan, a lazy selection of rows at a pinned snapshot; must not write, and decides from scalar columns only."""
+"""Owns Scan, a lazy selection of rows at a pinned snapshot; must not write; decides from scalars only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -254,9 +255,7 @@ def _take(table: pa.Table, position: Int64s) -> pa.Table:
         chunks = np.array_split(position, max(1, len(position) // 4096))
         return pa.concat_tables([table.take(chunk) for chunk in chunks])
     starts = np.concatenate([[0], breaks, [len(position)]])
-    return pa.concat_tables(
-        [table.slice(position[a], b - a) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    )
+    return pa.concat_tables([table.slice(position[a], b - a) for a, b in pairwise(starts)])
 
 
 def as_step(where: Any) -> Step:

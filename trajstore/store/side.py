@@ -1,6 +1,6 @@
-"""Owns side tables, `_trajstore/<name>/` inside a store: the quarantine of rows that were refused; knows no codec.
+"""Owns side tables inside a store: the quarantine of rows that were refused; knows no codec.
 
-A side table is a table of its own below a name that starts with an underscore, which vacuum leaves alone.
+A side table is a table of its own in `_trajstore/<name>/`: vacuum leaves names with an underscore alone.
 """
 
 from __future__ import annotations

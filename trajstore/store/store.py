@@ -1,4 +1,4 @@
-"""Owns TrajectoryStore, the handle users hold: create, open, append, scan, at, history; must not know file formats."""
+"""Owns TrajectoryStore, the handle users hold: create, open, append, scan, at; knows no file format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ from trajstore.store.table import Snapshot, Table
 from trajstore.trajectory import Trajectory
 
 OnError = Literal["raise", "quarantine"]
-Appendable = TrajectoryBatch | pa.RecordBatch | pa.Table | Iterable[Trajectory]
+Appendable: TypeAlias = TrajectoryBatch | pa.RecordBatch | pa.Table | Iterable[Trajectory]
 
 CHUNK_ROWS = 4096
 CHUNK_TOKENS = 1 << 22

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction
+from deltalake.transaction import AddAction, RemoveAction
 
 from trajstore.errors import (
     ConflictError,
@@ -191,7 +191,7 @@ class Table:
         if self.pinned:
             raise InputError("this handle is pinned to a snapshot", hint="open the store to write to it")
         now = int(time.time() * 1000)
-        actions = [_add_action(file, now) for file in files]
+        actions: list[AddAction | RemoveAction] = [_add_action(file, now) for file in files]
         note = {"operation": operation, "rows": sum(f.rows for f in files), "writer_id": writer_id}
         properties = CommitProperties(
             custom_metadata={"trajstore": json.dumps(note)},
