@@ -71,7 +71,7 @@ class TrajectoryBatch(Sequence[Trajectory]):
             start, stop, step = index.indices(len(self))
             if step == 1:
                 return type(self).from_arrow(self._table.slice(start, max(stop - start, 0)))
-            return type(self).from_arrow(self._table.take(list(range(start, stop, step))))
+            return type(self).from_arrow(self._table.take(pa.array(range(start, stop, step), pa.int64())))
         position = range(len(self))[index]
         return next(iter(type(self).from_arrow(self._table.slice(position, 1))))
 
@@ -142,7 +142,9 @@ class TrajectoryBatch(Sequence[Trajectory]):
         """
         known = self._table.column("version_id").drop_null().to_numpy()
         if not len(known):
-            return dict.fromkeys(("mean_version", "min_version", "max_version", "version_spread"), float("nan"))
+            return dict.fromkeys(
+                ("mean_version", "min_version", "max_version", "version_spread"), float("nan")
+            )
         low, high = int(known.min()), int(known.max())
         return {
             "mean_version": float(known.mean()),

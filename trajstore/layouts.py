@@ -1,4 +1,4 @@
-"""Owns ragged rows → padded arrays and torch tensors: the one definition of padding; knows no store and no objects.
+"""Owns ragged rows → padded arrays and tensors: the one definition of padding; knows no store and no objects.
 
 Axis letters: B rows of a batch, T the longest row of it, N rows of a column. torch is imported when called.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Missing = Literal["nan", "zero", "error"]
+_MISSING: tuple[str, ...] = get_args(Missing)
 Int64s = NDArray[np.int64]
 
 TENSORS = (
@@ -56,8 +57,12 @@ class Ragged:
     length: Int64s
 
     @staticmethod
-    def from_arrow(column: pa.Array | pa.ChunkedArray) -> Ragged:
-        """The addresses of a list or large_list column; no value is copied.
+    def from_arrow(column: pa.Array | pa.ChunkedArray, name: str | None = None) -> Ragged:
+        """The addresses of a list or large_list column of numbers or booleans; no number is copied.
+
+        Args:
+            column: the rows.
+            name: what to call the column in an error.
 
         Raises:
             ValidationError: an element inside a list is null.
@@ -69,7 +74,9 @@ class Ragged:
             # own values, so their length comes from the validity and not from the offsets.
             offsets = array.offsets.to_numpy().astype(np.int64)
             if array.flatten().null_count:
-                raise ValidationError("an element inside a list is null", hint="store NaN, or mask the token")
+                raise ValidationError(
+                    "an element inside a list is null", column=name, hint="store NaN, or mask the token"
+                )
             chunks.append(_flat_values(array))
             starts.append(offsets[:-1])
             lengths.append(np.where(np.asarray(array.is_valid()), np.diff(offsets), -1))
@@ -100,11 +107,14 @@ class Ragged:
         if self.length[i] < 0:
             return None
         start = self.start[i]
-        return self.chunks[self.chunk[i]][start : start + self.length[i]]
+        values: NDArray[Any] = self.chunks[self.chunk[i]][start : start + self.length[i]]
+        return values
 
 
 def _flat_values(array: pa.Array) -> NDArray[Any]:
     values = array.values
+    if pa.types.is_boolean(values.type):  # bit-packed: it has no view as an array
+        values = values.cast(pa.uint8())
     if values.null_count:  # only hidden behind null rows: the visible ones were checked
         values = values.fill_null(0)
     return values.to_numpy(zero_copy_only=True)  # type: ignore[no-any-return]  # pyarrow is untyped
@@ -149,10 +159,9 @@ class Rows:
             rewards=table.column("reward").to_numpy(),
             versions=integers("version_id", UNKNOWN_VERSION),
             columns={
-                f.name: Ragged.from_arrow(table.column(f.name))
+                f.name: Ragged.from_arrow(table.column(f.name), f.name)
                 for f in table.schema
-                if (pa.types.is_list(f.type) or pa.types.is_large_list(f.type))
-                and pa.types.is_primitive(f.type.value_type)
+                if _holds_numbers(f.type)
             },
             pads=pads,
             keys=integers("id_hash", 0),
@@ -175,6 +184,14 @@ class Rows:
         """The list column of that name, null in every row when it is not there."""
         found = self.columns.get(name)
         return Ragged.absent(len(self.ids)) if found is None else found
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    element = kind.value_type
+    is_one = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return any(check(element) for check in is_one)
 
 
 SCALARS = ("id", "id_hash", "length", "prompt_length", "reward", "version_id")
@@ -204,27 +221,32 @@ def padded(
         rows: B rows.
         pad_token_id: what `input_ids` holds on padding.
         missing: what a float column holds on the valid positions of a row that does not have it: NaN
-            (a log-prob of 0.0 would mean probability 1), zero, or an error.
+            (a log-prob of 0.0 would mean probability 1), zero, or an error. Padding is padding all the same.
         extra: more per-token columns, ours (`ON_REQUEST`) or the user's.
 
     Returns:
         The keys of TENSORS and `extra`: ids and attention_mask [B, T] int64; loss_mask, action_mask,
         log_probs, behavior_log_probs, advantages, returns and extras [B, T] float32; rewards [B] float32;
-        versions [B] int64, UNKNOWN_VERSION where not known. Padding is pad_token_id, else 0.
+        versions [B] int64, UNKNOWN_VERSION where not known. Padding is pad_token_id, the pad value of a
+        column of the user's own, else 0.
 
     Raises:
         ValidationError: a row has neither loss_mask nor a known split; a column is missing and
             `missing="error"`.
-        InputError: an extra column is not a per-token column of the rows.
+        InputError: an extra column is not a per-token column of the rows; `missing` is unknown.
     """
+    if missing not in _MISSING:
+        raise InputError(f"missing is {missing!r}, expected one of {', '.join(_MISSING)}")
     width = int(rows.lengths.max(initial=0))
     inside = np.arange(width) < rows.lengths[:, None]
-    nan = np.where(inside, np.float32(np.nan), np.float32(0))
 
     def floats(name: str) -> NDArray[Any]:
-        column = rows.column(name)
-        if missing == "error" and (column.length < 0).any():
-            i = int((column.length < 0).argmax())
+        column, fill = rows.column(name), rows.pads.get(name, 0)
+        lacking = (column.length < 0) & (rows.lengths > 0)
+        if not lacking.any():
+            return pad(column, width, fill, np.float32)
+        if missing == "error":
+            i = int(lacking.argmax())
             raise ValidationError(
                 "the row does not have it",
                 row=i,
@@ -232,8 +254,8 @@ def padded(
                 column=name,
                 hint='pass missing="nan", or leave such rows out with where=',
             )
-        null = nan if missing == "nan" else None
-        return pad(column, width, rows.pads.get(name, 0), np.float32, null=null)
+        null = np.where(inside, np.float32(0 if missing == "zero" else np.nan), np.float32(fill))
+        return pad(column, width, fill, np.float32, null=null)
 
     out: dict[str, NDArray[Any]] = {
         "input_ids": pad(rows.column("tokens"), width, pad_token_id, np.int64),
@@ -250,7 +272,7 @@ def padded(
         if name == "action_mask":
             column = rows.column(name)
             out[name] = pad(column, width, 0, np.float32, null=out["loss_mask"])
-        elif name in ON_REQUEST or name in rows.columns and name in rows.pads:
+        elif name in ON_REQUEST or (name in rows.columns and name in rows.pads):
             out[name] = floats(name)
         else:
             known = ", ".join(sorted({*ON_REQUEST, *rows.pads}))

@@ -1,4 +1,4 @@
-"""Owns order and batches: pure functions of lengths and seeded keys; knows no rows, no store and no tensors."""
+"""Owns order and batches: pure functions of lengths and seeded keys; knows no rows, no store, no tensors."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def batches(
     Raises:
         InputError: batch_size or bucket_window is below 1.
     """
-    for name, value in (("batch_size", batch_size), ("bucket_window", bucket_window)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}, expected at least 1")
+    check(batch_size, bucket_window)
     order = np.arange(len(lengths)) if keys is None else np.argsort(keys, kind="stable")
     if bucket_window is None:
         return _cut(order, batch_size)
@@ -45,6 +43,17 @@ def batches(
             cut.sort(key=lambda rows: int(keys[rows].min()))
         out += cut
     return out
+
+
+def check(batch_size: int, bucket_window: int | None) -> None:
+    """Refuses sizes no batch can have.
+
+    Raises:
+        InputError: one of them is below 1.
+    """
+    for name, value in (("batch_size", batch_size), ("bucket_window", bucket_window)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}, expected at least 1")
 
 
 def _cut(order: Int64s, size: int) -> list[Int64s]:

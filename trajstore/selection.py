@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ class Where:
     predicate: Any
     label: str
 
-    bounds = {}  # noqa: RUF012  # an empty Mapping is never written to
+    bounds: ClassVar[Bounds] = {}
 
     def expression(self) -> pl.Expr:
         """The predicate as a polars expression."""
@@ -69,7 +69,8 @@ class Where:
         if isinstance(self.predicate, pl.Expr):
             return self.predicate
         try:
-            return pl.sql_expr(self.predicate)
+            expression: pl.Expr = pl.sql_expr(self.predicate)
+            return expression
         except (pl.exceptions.PolarsError, TypeError) as error:
             raise QueryError(
                 f"cannot read the predicate {self.predicate!r}: {error}",
@@ -82,15 +83,10 @@ class Where:
     def keep(self, frame: pl.DataFrame) -> Int64s:
         import polars as pl
 
-        try:
-            kept = frame.select(self.expression().fill_null(False).alias("keep"))["keep"]
-        except pl.exceptions.PolarsError as error:
-            raise QueryError(f"cannot evaluate {self.label!r}: {error}") from error
+        kept = _evaluate(self.expression(), frame, self.label)
         if kept.dtype != pl.Boolean:
             raise QueryError(f"{self.label!r} gives {kept.dtype}, expected true or false for each row")
-        if len(kept) != len(frame):
-            raise QueryError(f"{self.label!r} gives {len(kept)} values for {len(frame)} rows")
-        return kept.to_numpy().nonzero()[0]
+        return kept.fill_null(False).to_numpy().nonzero()[0]
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ class Limit:
 
     n: int
 
-    bounds = {}  # noqa: RUF012  # an empty Mapping is never written to
+    bounds: ClassVar[Bounds] = {}
 
     @property
     def label(self) -> str:
@@ -171,7 +167,7 @@ class Draw:
     at: int | None
     seed: int
 
-    bounds = {}  # noqa: RUF012  # an empty Mapping is never written to
+    bounds: ClassVar[Bounds] = {}
 
     @property
     def label(self) -> str:
@@ -197,7 +193,7 @@ class Draw:
     def keep(self, frame: pl.DataFrame) -> Int64s:
         keys = seeded_keys(frame["id_hash"].to_numpy(), self.seed)
         order = _ranked(keys, frame)
-        strata = stratum_codes(frame.select(self.expression().alias("stratum"))["stratum"])
+        strata = stratum_codes(_evaluate(self.expression(), frame, str(self.by)))
         return draw(strata, keys, order, self.n, self.allocation)
 
 
@@ -205,8 +201,13 @@ def scalar_columns(expression: pl.Expr, types: Mapping[str, bool]) -> set[str]:
     """Columns an expression reads.
 
     Raises:
-        QueryError: one is not a column, or is a list column (choosing rows reads no list column).
+        QueryError: one is not a column, or is a list column (choosing rows reads no list column); the
+            expression stands for several.
     """
+    if expression.meta.has_multiple_outputs():
+        raise QueryError(
+            f"{str(expression)!r} stands for several columns", hint="name one column, or join them"
+        )
     names = set(expression.meta.root_names())
     for name in sorted(names):
         if name not in types:
@@ -218,6 +219,21 @@ def scalar_columns(expression: pl.Expr, types: Mapping[str, bool]) -> set[str]:
                 hint="use length, prompt_length or reward, or SQL through trajstore.query.connect",
             )
     return names
+
+
+def _evaluate(expression: pl.Expr, frame: pl.DataFrame, label: str) -> pl.Series:
+    """The expression's value for each row; a constant is the same for all."""
+    import polars as pl
+
+    try:
+        values = frame.select(expression.alias("value"))["value"]
+    except pl.exceptions.PolarsError as error:
+        raise QueryError(f"cannot evaluate {label!r}: {error}") from error
+    if len(values) == 1 and not expression.meta.root_names():
+        return values.new_from_index(0, len(frame))
+    if len(values) != len(frame):
+        raise QueryError(f"{label!r} gives {len(values)} values for {len(frame)} rows")
+    return values
 
 
 def seeded_keys(id_hash: Int64s, seed: int) -> NDArray[np.uint64]:
@@ -248,19 +264,18 @@ def _ranked(keys: NDArray[np.uint64], frame: pl.DataFrame) -> Int64s:
 
 
 def stratum_codes(strata: pl.Series) -> Int64s:
-    """A small integer for each distinct value, [N] int64; null and NaN are values like any other."""
+    """A small integer for each distinct value, [N] int64; null and NaN are values like any other.
+
+    Codes follow the order of the values, so they do not depend on the order of the rows.
+    """
     import polars as pl
 
-    distinct = pl.DataFrame({"stratum": strata.unique()}).with_row_index("code")
-    coded = pl.DataFrame({"stratum": strata}).join(
-        distinct, on="stratum", how="left", nulls_equal=True, maintain_order="left"
-    )
-    return coded["code"].cast(pl.Int64).to_numpy()
+    # Not a join: that of one sorted column with another leaves NaN without a partner.
+    ranks = strata.rank("dense").cast(pl.Int64).fill_null(0).to_numpy()
+    return ranks if strata.null_count() else ranks - 1
 
 
-def draw(
-    strata: Int64s, keys: NDArray[np.uint64], order: Int64s, n: int, allocation: Allocation
-) -> Int64s:
+def draw(strata: Int64s, keys: NDArray[np.uint64], order: Int64s, n: int, allocation: Allocation) -> Int64s:
     """Positions of min(n, N) rows, ascending: in each stratum the rows that come first in `order`.
 
     Args:
@@ -276,7 +291,8 @@ def draw(
     sizes = np.bincount(strata)
     first = np.full(len(sizes), np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(first, strata, keys)
-    quota = _QUOTAS[allocation](sizes, min(n, len(strata)), first)
+    # Mixed once more: the least key of many rows is small, and large strata would win every tie.
+    quota = _QUOTAS[allocation](sizes, min(n, len(strata)), _splitmix64(first))
     by_stratum = order[np.argsort(strata[order], kind="stable")]
     starts = np.cumsum(sizes) - sizes
     rank = np.arange(len(strata)) - np.repeat(starts, sizes)

@@ -180,14 +180,15 @@ def _range(rows: pa.Table) -> str | None:
 def sql(store: Path, query: str, *, current_version: int | None, snapshot: int | None, json: bool) -> None:
     """`trajstore sql`."""
     with connect(_open(store, snapshot), current_version=current_version) as connection:
-        result = connection.sql(query)
+        result = _unique(connection.sql(query))
     if json:
         show.as_json(result.to_pylist())
     else:
-        show.table(_unique(result).to_pylist(), columns=_unique(result).schema.names)
+        show.table(result.to_pylist(), columns=result.schema.names)
 
 
 def _unique(result: pa.Table) -> pa.Table:
+    """Two columns of one name would become one in a row."""
     names = [f"{n}_{i}" if n in result.schema.names[:i] else n for i, n in enumerate(result.schema.names)]
     return result.rename_columns(names)
 

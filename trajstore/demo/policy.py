@@ -5,9 +5,8 @@ Axis letters: B rows, T tokens of the longest row, V the vocabulary, D the width
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,9 @@ class Policy(nn.Module):
         """Log-probs of the token after each position, [B, T, V], of right-padded tokens [B, T]."""
         count, width = tokens.shape
         end = (tokens == task.ASK).int().argmax(1, keepdim=True)
-        place = torch.arange(width) - end  # below 0 in the prompt
-        rates = 2.0 ** -torch.arange(FREQUENCIES // 2 * 2, dtype=torch.float32).div(2)
-        angles = place.abs().unsqueeze(-1) * rates * torch.pi
+        place = torch.arange(width) - end  # [B, T], below 0 in the prompt
+        rates = torch.pi * 2.0 ** (-torch.arange(FREQUENCIES) / 2)
+        angles = place.abs().unsqueeze(-1) * rates
         places = self.place(torch.cat([angles.sin(), angles.cos()], -1))
         x = self.token(tokens) + self.side((place >= 0).long()) + places
         heads = self.attend(x).view(count, width, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
@@ -64,3 +63,34 @@ def log_probs_of(policy: Policy, tokens: Tensor) -> Tensor:
     after = tokens[:, 1:]
     predicted = policy(tokens[:, :-1]).gather(-1, after.unsqueeze(-1)).squeeze(-1)
     return F.pad(predicted.masked_fill(after == task.PAD, 0.0), (1, 0))
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Right-padded token ids, [B, T] int64."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[task.PAD] * (width - len(row))] for row in rows])
+
+
+def publish(policy: Policy, folder: Path, version: PolicyVersion) -> None:
+    """Writes the weights of a version; a reader sees all of them or nothing."""
+    unfinished = folder / f"{version.version_id:04d}.unfinished"
+    stamp = {"version_id": version.version_id, "timestamp": version.timestamp, "step": version.step}
+    torch.save({"weights": policy.state_dict(), "version": stamp}, unfinished)
+    unfinished.rename(weights_path(folder, version.version_id))
+
+
+def weights_path(folder: Path, version_id: int) -> Path:
+    """Where the weights of a version are."""
+    return folder / f"{version_id:04d}.pt"
+
+
+def load(policy: Policy, folder: Path, version_id: int) -> PolicyVersion:
+    """Gives the policy the weights of a published version."""
+    found = torch.load(weights_path(folder, version_id), weights_only=True)
+    policy.load_state_dict(found["weights"])
+    return PolicyVersion(**found["version"])
+
+
+def newest(folder: Path) -> int | None:
+    """The newest published version, None before the first one."""
+    return max((int(path.stem) for path in folder.glob("*.pt")), default=None)

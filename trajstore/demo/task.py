@@ -45,8 +45,11 @@ def answer_of(word: str) -> list[int]:
     return [*tokens_of(word[::-1]), EOS]
 
 
-def reward_of(word: str, response: Sequence[int]) -> float:
-    """Share of the tokens that are right, from 0 to 1; of a generation that was cut off, so far."""
+def token_rewards_of(word: str, response: Sequence[int]) -> list[float]:
+    """A reward for each token of the response that is right where it stands; all of them add up to 1 at most.
+
+    The sum is the share of the answer that is right; of a generation that was cut off, so far.
+    """
     answer = answer_of(word)
-    right = sum(a == b for a, b in zip(answer, response, strict=False))
-    return right / max(len(answer), len(response))
+    share = 1 / max(len(answer), len(response))
+    return [share * (i < len(answer) and answer[i] == token) for i, token in enumerate(response)]

@@ -1,4 +1,4 @@
-"""Owns batches for training: the loop over a plan; needs torch, which is why it is not imported by default."""
+"""Owns batches for training: the loop over a plan; needs torch, so it is not imported by default."""
 
 from trajstore.loader.loader import TrajectoryLoader
 

@@ -45,7 +45,8 @@ class TrajectoryLoader:
         pad_token_id, missing, extra: see `trajstore.layouts.padded`.
 
     Raises:
-        InputError: batch_size or bucket_window is below 1; an extra column is not a per-token column.
+        InputError: batch_size or bucket_window is below 1; an extra column is in every batch already, or
+            is not a per-token column.
         ValidationError: a row has neither loss_mask nor a known split into prompt and response.
     """
 
@@ -62,8 +63,13 @@ class TrajectoryLoader:
         missing: Missing = "nan",
         extra: Sequence[str] = (),
     ) -> None:
-        if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}, expected at least 1")
+        plan.check(batch_size, bucket_window)
+        for name in extra:
+            if name in _READ or name in layouts.SCALARS:
+                raise InputError(
+                    f"extra column {name!r} is in every batch already, or is not a per-token column",
+                    hint=f"to add: {', '.join(layouts.ON_REQUEST)}, or a column of your own",
+                )
         self._source = source
         self._batch_size = batch_size
         self._device = torch.device(device)
@@ -98,7 +104,7 @@ class TrajectoryLoader:
 
     def _loaded(self) -> Rows:
         if self._rows is None:
-            self._rows = self._source.rows((*_READ, *self._extra))
+            self._rows = self._source.rows((*_READ, *dict.fromkeys(self._extra)))
         return self._rows
 
     def _batch(self, rows: Rows) -> dict[str, Any]:

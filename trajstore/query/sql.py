@@ -1,11 +1,13 @@
 """Owns SQL: a confined DuckDB connection over a store or a scan; must not let a query touch a disk.
 
-Views read a registered Arrow dataset, and external access is switched off and locked: the text of a query
-can read the store's rows and nothing else, and can write nowhere.
+Views read a registered Arrow dataset, and external access and spilling are switched off and locked: the text
+of a query can read the store's rows and nothing else, and can write nowhere. One text is one query, so that
+none changes what the next one sees.
 """
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files as package_files
 from types import TracebackType
 from typing import Any
@@ -28,10 +30,10 @@ class Connection:
     One open result at a time; `cursor()` gives a second one over the same snapshot.
     """
 
-    def __init__(self, scan: Scan, current_version: int | None) -> None:
+    def __init__(self, scan: Scan, current_version: int | None, stored: Any = None) -> None:
         self._scan = scan
         self._current_version = current_version
-        self._stored = _stored(scan)
+        self._stored = _stored(scan) if stored is None else stored
         self._duckdb = duckdb.connect(":memory:", config={"autoinstall_known_extensions": "false"})
         self._duckdb.register("stored", self._stored)
         for view in VIEWS:
@@ -40,6 +42,9 @@ class Connection:
             self._duckdb.execute(text.replace("$current_version", number))
         # A name in FROM must never mean a Python variable of the caller.
         self._duckdb.execute("set python_enable_replacements = false")
+        # A sort that does not fit in memory fails, rather than spill rows into the working directory.
+        self._duckdb.execute("set temp_directory = ''")
+        self._duckdb.execute("set timezone = 'UTC'")
         self._duckdb.execute("set enable_external_access = false")
         self._duckdb.execute("set lock_configuration = true")
 
@@ -52,21 +57,21 @@ class Connection:
         """The result of one query as an Arrow table.
 
         Args:
-            query: SQL in DuckDB's dialect.
+            query: one query in DuckDB's dialect: select, from, with, pivot, describe, summarize, explain.
             parameters: values for `?` or `$name` in it.
 
         Raises:
             QueryError: the query is wrong, or asks for what a confined connection may not do.
         """
         try:
-            result: Any = self._duckdb.sql(query, params=parameters)  # None for a statement without rows
-            return pa.table({}) if result is None else _whole_numbers(result.to_arrow_table())
+            _check_reads(query)
+            return _whole_numbers(self._duckdb.sql(query, params=parameters).to_arrow_table())
         except duckdb.Error as error:
             raise QueryError(_first_line(error), hint=_hint(error)) from error
 
     def cursor(self) -> Connection:
         """Another connection over the same rows, for another thread."""
-        return Connection(self._scan, self._current_version)
+        return Connection(self._scan, self._current_version, self._stored)
 
     def close(self) -> None:
         """Frees the connection."""
@@ -87,7 +92,7 @@ def connect(
     """A connection over a store, a store at a snapshot, or a scan.
 
     Args:
-        source: what to ask about.
+        source: what to ask about. A scan of chosen columns shows these and what `version_gap` needs.
         current_version: the trainer's policy version, for `version_gap`.
     """
     scan = source.scan() if isinstance(source, TrajectoryStore) else source
@@ -96,6 +101,8 @@ def connect(
 
 def _stored(scan: Scan) -> Any:
     """What DuckDB reads: the snapshot's files as a dataset, or the chosen rows of a narrowed scan."""
+    if "oldest_version_id" not in scan.schema.names:
+        scan = scan.columns([*scan.schema.names, "oldest_version_id"])
     paths = scan.data_files()
     if not scan.is_whole or not paths:
         return scan.to_arrow()
@@ -103,7 +110,7 @@ def _stored(scan: Scan) -> Any:
 
 
 def _whole_numbers(table: pa.Table) -> pa.Table:
-    """DuckDB sums integers as 128-bit ones, which Arrow has only as decimals: back to int64 where they fit."""
+    """DuckDB sums integers in 128 bits, which Arrow has only as decimals: back to int64 where they fit."""
     for i, field in enumerate(table.schema):
         if pa.types.is_decimal(field.type) and field.type.precision == 38 and field.type.scale == 0:
             try:
@@ -113,13 +120,34 @@ def _whole_numbers(table: pa.Table) -> pa.Table:
     return table
 
 
+_QUERIES = (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI)  # MULTI is a pivot
+_EXPLAIN = re.compile(r"\s*explain\b(\s*\([^)]*\)|\s+analyze\b)*", re.IGNORECASE)
+
+
+def _check_reads(text: str) -> None:
+    """Refuses a text that is not one query; duckdb.Error when it is no SQL at all."""
+    statements = duckdb.extract_statements(text)
+    if len(statements) != 1:
+        raise QueryError(f"found {len(statements)} statements, expected one query")
+    kind = statements[0].type
+    explained = _EXPLAIN.match(text)
+    if kind == duckdb.StatementType.EXPLAIN and explained:  # `explain analyze` runs what follows
+        _check_reads(text[explained.end() :])
+    elif kind not in _QUERIES:
+        raise QueryError(
+            f"found a statement of type {kind.name.lower()}, expected a query",
+            hint="SQL here reads the store's rows only; use your own DuckDB on Scan.data_files() for more",
+        )
+
+
 def _first_line(error: duckdb.Error) -> str:
     return str(error).partition("\n")[0]
 
 
-def _hint(error: duckdb.Error) -> str | None:
+def _hint(error: duckdb.Error) -> str:
     if isinstance(error, duckdb.PermissionException):
         return "SQL here reads the store's rows only; use your own DuckDB on Scan.data_files() for more"
-    if isinstance(error, duckdb.CatalogException):
-        return f"views: {', '.join(VIEWS)}"
-    return None
+    for line in str(error).splitlines()[1:]:
+        if line.startswith(("Candidate", "Did you mean")):
+            return line
+    return f"views: {', '.join(VIEWS)}; their columns: describe {VIEWS[0]}"
