@@ -19,7 +19,9 @@ def blocks(language: str) -> list[str]:
 
 def test_python_blocks_run(tmp_path: Path) -> None:
     (code,) = blocks("python")
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     shown = done.stdout.splitlines()
     assert len(shown) == 128 // 32 + 1
@@ -31,7 +33,9 @@ def test_console_blocks_print_what_they_show(tmp_path: Path) -> None:
     (tmp_path / "shared").symlink_to(SHARED)
     here = tmp_path / "here"
     here.mkdir()
-    sessions = re.findall(r"^\$ (trajstore .*)\n((?:(?!\$ ).*\n)*)", "\n".join(blocks("console")), re.MULTILINE)
+    sessions = re.findall(
+        r"^\$ (trajstore .*)\n((?:(?!\$ ).*\n)*)", "\n".join(blocks("console")), re.MULTILINE
+    )
     assert len(sessions) == 2
     for command, shown in sessions:
         program, *arguments = shlex.split(command)

@@ -23,7 +23,18 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("trajstore-*.whl")
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-compile",
+        "-c",
+        ROOT / "constraints.txt",
+        wheel,
+        cwd=tmp_path,
+    )
     trajstore = tmp_path / "env" / "bin" / "trajstore"
     assert run(trajstore, "--version", cwd=tmp_path).strip() == "0.1.0"
     row = {"id": "a", "tokens": [1, 2, 3], "prompt_length": 1, "response_length": 2, "reward": 0.5}

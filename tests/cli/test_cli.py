@@ -291,7 +291,19 @@ def test_sql(run: Run, tmp_path: Path) -> None:
 def test_sample_is_the_same_for_one_seed(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(*(row(i) for i in range(40))))
     run("import", "a.jsonl", "s")
-    arguments = ("sample", "s", "-n", "6", "--by", "version_gap", "--at", "40", "--max-staleness", "20", "--json")
+    arguments = (
+        "sample",
+        "s",
+        "-n",
+        "6",
+        "--by",
+        "version_gap",
+        "--at",
+        "40",
+        "--max-staleness",
+        "20",
+        "--json",
+    )
     first, again = json.loads(run(*arguments)[1]), json.loads(run(*arguments)[1])
     assert first == again
     assert len(first) == 6

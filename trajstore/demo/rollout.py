@@ -23,7 +23,13 @@ import torch
 from trajstore.demo import task
 from trajstore.demo.policy import Policy, load, newest, pad
 from trajstore.store import TrajectoryStore
-from trajstore.trajectory import PartialTrajectory, PolicyVersion, Trajectory, TrajectoryStatus, VersionSegment
+from trajstore.trajectory import (
+    PartialTrajectory,
+    PolicyVersion,
+    Trajectory,
+    TrajectoryStatus,
+    VersionSegment,
+)
 
 GROUP_SIZE = 4
 SLOTS = 24

@@ -25,7 +25,7 @@ from trajstore.trajectory import PolicyVersion
 
 WORKERS = 3
 STOP_SECONDS = 60.0
-ROWS_OF_NEWEST = 96
+ROWS_OF_NEWEST = 48
 
 Report = Callable[[Update], None]
 
@@ -38,13 +38,11 @@ class Run:
         version: the newest policy version.
         policy: its weights.
         updates: what the trainer did, in order.
-        seconds: how long it took.
     """
 
     version: PolicyVersion
     policy: Policy
     updates: list[Update]
-    seconds: float
 
 
 def run_demo(store_path: Path, *, seed: int = 0, console: Console, weights: Path | None = None) -> None:
@@ -64,18 +62,18 @@ def run_demo(store_path: Path, *, seed: int = 0, console: Console, weights: Path
     store = TrajectoryStore.create(store_path)
     with _removed_on_failure(store_path), _one_thread():
         console.print(
-            f"A small policy learns to write words backwards: {WORKERS} processes sample and append to "
-            f"{store_path}, one trains on what it reads from there.",
+            f"A small policy learns to write words backwards: {WORKERS} processes sample from its newest "
+            f"weights and append to {store_path}, one trains on what it reads from there.",
             markup=False,
+            highlight=False,
         )
         with tempfile.TemporaryDirectory(prefix="trajstore-demo-") as temporary, _progress() as report:
             run = train(store, weights or Path(temporary), seed=seed, report=report)
-        show.everything(console, store, run.policy, run.version, run.updates, run.seconds, seed)
+        show.everything(console, store, run.policy, run.version.version_id, run.updates, seed)
 
 
 def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -> Run:
     """Trains through all versions while worker processes sample; they are gone when this returns."""
-    started = time.monotonic()
     context = multiprocessing.get_context("spawn")  # never fork: the store and torch hold threads
     stop = context.Event()
     names = [f"worker-{i}" for i in range(WORKERS)]
@@ -99,7 +97,7 @@ def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -
         for worker in workers.values():
             if worker.is_alive():
                 worker.kill()
-    return Run(trainer.version, trainer.policy, updates, time.monotonic() - started)
+    return Run(trainer.version, trainer.policy, updates)
 
 
 def _see_newest(store: TrajectoryStore, version: PolicyVersion, check: Callable[[], None]) -> None:

@@ -1,0 +1,41 @@
+"""Theme: Arrow layouts that read wrongly (cases L*)."""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from trajstore import Trajectory, TrajectoryBatch, TrajectoryStore
+from trajstore.layouts import Ragged, pad
+from trajstore.query import connect
+
+
+def test_L02_a_sliced_list_array_gives_its_own_rows() -> None:
+    column = Ragged.from_arrow(pa.array([[1], [1, 2], [1, 2, 3]])[1:])
+    assert pad(column, 3, 0, "int64").tolist() == [[1, 2, 0], [1, 2, 3]]
+    assert column.length.tolist() == [2, 3]
+    rows = [Trajectory(id=str(i), tokens=list(range(i + 1)), prompt_length=1) for i in range(3)]
+    sliced = TrajectoryBatch(rows)[1:]
+    assert sliced.to_tensors()["input_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
+    assert [t.tokens for t in sliced] == [[0, 1], [0, 1, 2]]
+
+
+def test_L03_null_rows_hide_nothing_and_differ_from_empty_ones(tmp_path: Path) -> None:
+    hiding = pa.ListArray.from_arrays([0, 2, 4, 6], [1, 2, 9, 9, 3, 4], mask=pa.array([False, True, False]))
+    column = Ragged.from_arrow(hiding)
+    assert column.length.tolist() == [2, -1, 2]
+    assert column.row(1) is None
+    assert pad(column, 2, 0, "int64").tolist() == [[1, 2], [0, 0], [3, 4]]
+    store = TrajectoryStore.create(tmp_path / "s")
+    # [] kept verbatim differs from null, which means "the slice of tokens".
+    store.append(
+        [
+            Trajectory(id="null", tokens=[1, 2], prompt_length=1, prompt_tokens=[1]),
+            Trajectory(id="empty", tokens=[1, 2], prompt_length=1),
+        ]
+    )
+    assert store.scan().to_arrow()["prompt_tokens"].to_pylist() == [None, []]
+    assert [t.prompt_tokens for t in store.scan().to_trajectories()] == [[1], []]
+    counted = connect(store).sql(
+        "select count(*) n, count(prompt_tokens) given, sum(coalesce(len(prompt_tokens), 0)) total from trajectories"
+    )
+    assert counted.to_pylist() == [{"n": 2, "given": 1, "total": 0}]
