@@ -13,24 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import InputError, ValidationError
-from trajstore.layouts import ON_REQUEST, TENSORS, Ragged, Rows, pad, padded, padding_ratio, to_torch
+from trajstore.layouts import ON_REQUEST, SCALARS, TENSORS, Ragged, Rows, pad, padded, padding_ratio, to_torch
 from trajstore.schema import BY_NAME, Column, list_of
 
 Row = dict[str, Any]
 
+FLOATS = ("log_probs", "behavior_log_probs", "advantages", "returns")
 PADS = {"entropy": -5.0, "flags": 1.0}
 SCHEMA = pa.schema(
     [
-        *(BY_NAME[name].field for name in ("id", "id_hash", "length", "prompt_length", "reward", "version_id")),
+        *(BY_NAME[name].field for name in SCALARS),
         *(BY_NAME[name].field for name in ("tokens", "attention_mask", "loss_mask", "action_mask")),
-        *(BY_NAME[name].field for name in ("log_probs", "behavior_log_probs", "advantages", "returns", "values")),
+        *(BY_NAME[name].field for name in (*FLOATS, "values")),
         Column("entropy", list_of(pa.float64()), "token", pad=PADS["entropy"]).field,
         Column("flags", list_of(pa.bool_()), "token", pad=PADS["flags"]).field,
         BY_NAME["version_segments"].field,
     ]
 )  # fmt: skip
-FLOATS = ("log_probs", "behavior_log_probs", "advantages", "returns")
-NULL = [None]
 
 
 def lists(ragged: Ragged) -> list[list[Any] | None]:

@@ -59,8 +59,11 @@ def test_A04_masks_come_from_lengths_when_pad_is_eos(case: Any) -> None:
     assert tensors["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]
     assert tensors["attention_mask"].sum(1).tolist() == [6, 6]
     shorter = TrajectoryBatch(
-        [Trajectory(prompt_tokens=r["prompt_ids"], response_tokens=r["response_ids"][:n]) for r, n in zip(rows, (2, 1), strict=True)]
-    ).to_tensors(pad_token_id=2)  # fmt: skip
+        [
+            Trajectory(prompt_tokens=r["prompt_ids"], response_tokens=r["response_ids"][:n])
+            for r, n in zip(rows, (2, 1), strict=True)
+        ]
+    ).to_tensors(pad_token_id=2)
     assert shorter["input_ids"][1].tolist() == [2, 7, 9, 2, 2, 2]
     assert shorter["attention_mask"][1].tolist() == [1, 1, 1, 0, 0, 0]
 

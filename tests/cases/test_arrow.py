@@ -36,6 +36,7 @@ def test_L03_null_rows_hide_nothing_and_differ_from_empty_ones(tmp_path: Path) -
     assert store.scan().to_arrow()["prompt_tokens"].to_pylist() == [None, []]
     assert [t.prompt_tokens for t in store.scan().to_trajectories()] == [[1], []]
     counted = connect(store).sql(
-        "select count(*) n, count(prompt_tokens) given, sum(coalesce(len(prompt_tokens), 0)) total from trajectories"
+        "select count(*) n, count(prompt_tokens) given, sum(coalesce(len(prompt_tokens), 0)) total "
+        "from trajectories"
     )
     assert counted.to_pylist() == [{"n": 2, "given": 1, "total": 0}]

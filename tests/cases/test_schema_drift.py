@@ -15,9 +15,14 @@ from trajstore.schema import BY_NAME
 
 def rows(shard: list[dict[str, Any]], first: int) -> list[Trajectory]:
     return [
-        Trajectory(id=str(first + i), response_tokens=[1] * len(r["lp"]), behavior_log_probs=r["lp"], reward=r["r"])
+        Trajectory(
+            id=str(first + i),
+            response_tokens=[1] * len(r["lp"]),
+            behavior_log_probs=r["lp"],
+            reward=r["r"],
+        )
         for i, r in enumerate(shard)
-    ]  # fmt: skip
+    ]
 
 
 def lines(path: Path, *items: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Owns the demo's policy: a small causal transformer, its log-probs and its published weights; knows no store.
+"""Owns the demo's policy: a small transformer, its log-probs and its published weights; knows no store.
 
 Axis letters: B rows, T tokens of the longest row, V the vocabulary, D the width.
 """
@@ -59,7 +59,7 @@ class Policy(nn.Module):
 
 
 def log_probs_of(policy: Policy, tokens: Tensor) -> Tensor:
-    """Log-prob of each token given those before it, [B, T]; 0 on padding and at index 0, which nothing predicts."""
+    """Log-prob of each token given those before it, [B, T]; 0 on padding and at index 0."""
     after = tokens[:, 1:]
     predicted = policy(tokens[:, :-1]).gather(-1, after.unsqueeze(-1)).squeeze(-1)
     return F.pad(predicted.masked_fill(after == task.PAD, 0.0), (1, 0))

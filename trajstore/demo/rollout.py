@@ -1,4 +1,4 @@
-"""Owns a rollout worker: a process that samples from the newest weights and appends to the store; must not train.
+"""Owns a rollout worker: a process that samples from the newest weights and appends; must not train.
 
 Rows of a batch are at different places of their generation. New weights arrive between two decoding
 steps: most generations go on under them, some are aborted and continued later.

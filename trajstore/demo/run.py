@@ -6,7 +6,7 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -59,8 +59,9 @@ def run_demo(store_path: Path, *, seed: int = 0, console: Console, weights: Path
         StoreExistsError: there is something at the path.
         TrajstoreError: a worker failed, or wrote nothing for a long time.
     """
+    made = not store_path.exists()
     store = TrajectoryStore.create(store_path)
-    with _removed_on_failure(store_path), _one_thread():
+    with _emptied_on_failure(store_path, made=made), _one_thread():
         console.print(
             f"A small policy learns to write words backwards: {WORKERS} processes sample from its newest "
             f"weights and append to {store_path}, one trains on what it reads from there.",
@@ -69,7 +70,7 @@ def run_demo(store_path: Path, *, seed: int = 0, console: Console, weights: Path
         )
         with tempfile.TemporaryDirectory(prefix="trajstore-demo-") as temporary, _progress() as report:
             run = train(store, weights or Path(temporary), seed=seed, report=report)
-        show.everything(console, store, run.policy, run.version.version_id, run.updates, seed)
+    show.everything(console, store, run.policy, run.version.version_id, run.updates, seed)
 
 
 def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -> Run:
@@ -97,6 +98,7 @@ def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -
         for worker in workers.values():
             if worker.is_alive():
                 worker.kill()
+                worker.join()
     return Run(trainer.version, trainer.policy, updates)
 
 
@@ -110,13 +112,13 @@ def _see_newest(store: TrajectoryStore, version: PolicyVersion, check: Callable[
         time.sleep(0.3)
 
 
-def _check(workers: dict[str, BaseProcess], weights: Path) -> None:
+def _check(workers: Mapping[str, BaseProcess], weights: Path) -> None:
     for name, worker in workers.items():
         if worker.exitcode is not None:
             raise _failure(name, worker, weights)
 
 
-def _join(workers: dict[str, BaseProcess], weights: Path) -> None:
+def _join(workers: Mapping[str, BaseProcess], weights: Path) -> None:
     deadline = time.monotonic() + STOP_SECONDS
     for name, worker in workers.items():
         worker.join(max(0.0, deadline - time.monotonic()))
@@ -135,11 +137,14 @@ def _failure(name: str, worker: BaseProcess, weights: Path) -> TrajstoreError:
 
 
 @contextmanager
-def _removed_on_failure(store_path: Path) -> Iterator[None]:
+def _emptied_on_failure(store_path: Path, *, made: bool) -> Iterator[None]:
+    """Takes a half-written store away again, and its folder if it was not there before."""
     try:
         yield
     except BaseException:  # Ctrl-C as well
         shutil.rmtree(store_path, ignore_errors=True)
+        if not made:
+            store_path.mkdir()
         raise
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 from rich.console import Console
@@ -28,7 +27,7 @@ SAMPLED_OF_EACH_GAP = 8
 BAR = 32
 
 GAPS = """\
-select version_gap, count(*) as n, sum(length) as tokens, round(avg(reward), 3) as reward
+select version_gap, count(*) as n, sum(length) as tokens, avg(reward) as reward
 from trajectories where status = 'completed'
 group by version_gap order by version_gap"""
 
@@ -89,7 +88,7 @@ def _trained(console: Console, updates: Sequence[Update]) -> None:
 
 
 def _drift(scan: Scan, policy: Policy, current: int) -> dict[int, float]:
-    """Mean |log-ratio| of the sampled tokens at each version gap: the newest policy against the behavior one."""
+    """Mean |log-ratio| of the sampled tokens at each version gap: newest against behavior policy."""
     facts = scan.columns(["id", "oldest_version_id"]).to_polars()
     gap_of = dict(facts.select("id", current - pl.col("oldest_version_id")).iter_rows())
     ratios: Counter[int] = Counter()
@@ -113,8 +112,9 @@ def _gaps(console: Console, sql: Connection, drift: dict[int, float]) -> None:
         console,
         ("version gap", "rows", "tokens", "mean reward", "mean |log-ratio|"),
         (
-            (row["version_gap"], row["n"], row["tokens"], row["reward"], round(drift[row["version_gap"]], 3))
+            (gap, row["n"], row["tokens"], f"{row['reward']:.3f}", f"{drift[gap]:.3f}")
             for row in rows
+            for gap in [row["version_gap"]]
         ),
     )
     _say(console, "|log-ratio|: log-probs under the newest weights against the stored behavior log-probs.")
@@ -171,8 +171,8 @@ def _batch(console: Console, sample: Scan) -> None:
 def _described(name: str, value: Any) -> tuple[str, str, str]:
     if isinstance(value, torch.Tensor):
         return name, str(list(value.shape)), str(value.dtype).removeprefix("torch.")
-    shown = f"{value:.3f}" if isinstance(value, float) else f"{len(value)} of them"
-    return name, str(value) if isinstance(value, int) else shown, type(value).__name__
+    shown = f"{len(value)} of them" if isinstance(value, list) else f"{value:.4g}"
+    return name, shown, type(value).__name__
 
 
 def _learnt(console: Console, sql: Connection) -> None:
@@ -222,7 +222,7 @@ def _table(console: Console, names: Sequence[str], rows: Iterable[Sequence[Any]]
     table = Table(header_style="bold")
     cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     for i, name in enumerate(names):
-        numeric = all(row[i][:1].isdigit() for row in cells)
+        numeric = all(row[i][:1].isdigit() and " " not in row[i] for row in cells)
         table.add_column(name, justify="right" if numeric else "left")
     for row in cells:
         table.add_row(*(cell.replace("[", "\\[") for cell in row))

@@ -73,7 +73,7 @@ class Trainer:
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=2e-3)
 
     def warm_up(self) -> None:
-        """A little supervised training on short words, so that there is something to reward; then version 0."""
+        """A little supervised training on short words, so that something earns a reward; then version 0."""
         words = random.Random(self.seed)
         optimizer = torch.optim.Adam(self.policy.parameters(), lr=3e-3)
         for _ in range(WARM_UP_STEPS):
@@ -145,7 +145,8 @@ class Trainer:
         # Pushing down what was wrong says little about what is right, and a small policy forgets by it.
         advantage = torch.where(advantage < 0, PUSH_AWAY * advantage, advantage)
         mask = batch["loss_mask"] > 0
-        return -(ratio * advantage * log_probs)[mask].mean()
+        gain: Tensor = (ratio * advantage * log_probs)[mask].mean()
+        return -gain
 
     def _descend(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
         optimizer.zero_grad()

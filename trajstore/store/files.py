@@ -65,14 +65,12 @@ class FileWriter:
         self.schema = schema
         self._aside = folder / f"part-{uuid.uuid4().hex}.tmp"
         self._sink: BinaryIO = self._aside.open("wb")
-        self._digest = hashlib.blake2b(digest_size=8)
+        self._hashed = _Hashed(self._sink)
         self._rows = 0
         self._low: dict[str, int] = {}
         self._high: dict[str, int] = {}
         self._nulls = {f.name: 0 for f in schema if pa.types.is_integer(f.type)}
-        self._parquet = pq.ParquetWriter(
-            pa.PythonFile(_Hashed(self._sink, self._digest), mode="w"), schema, **settings(schema)
-        )
+        self._parquet = pq.ParquetWriter(pa.PythonFile(self._hashed, mode="w"), schema, **settings(schema))
 
     def __enter__(self) -> FileWriter:
         return self
@@ -107,13 +105,15 @@ class FileWriter:
         os.fsync(self._sink.fileno())
         size = self._sink.tell()
         self._sink.close()
-        name = f"{self._aside.stem}-{self._digest.hexdigest()}.parquet"
+        name = f"{self._aside.stem}-{self._hashed.digest.hexdigest()}.parquet"
         self._aside.rename(self.folder / name)
         sync_folder(self.folder)
         return DataFile(name, self._rows, size, self._low, self._high, self._nulls)
 
     def abort(self) -> None:
         """Removes the half-written file."""
+        self._hashed.dropping = True  # the footer that Parquet writes when it closes goes nowhere
+        self._parquet.close()
         self._sink.close()
         self._aside.unlink(missing_ok=True)
 
@@ -122,13 +122,16 @@ class _Hashed:
     """A sink that digests what passes through it."""
 
     closed = False
+    dropping = False
 
-    def __init__(self, sink: BinaryIO, digest: Any) -> None:
+    def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
-        self._digest = digest
+        self.digest = hashlib.blake2b(digest_size=8)
 
     def write(self, data: bytes) -> int:
-        self._digest.update(data)
+        if self.dropping:
+            return len(data)
+        self.digest.update(data)
         return self._sink.write(data)
 
     def tell(self) -> int:
