@@ -1,5 +1,6 @@
 """One file becomes one commit, or nothing."""
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_one_import_is_one_commit_and_reports_progress(tmp_path: Path) -> None:
     assert [s.snapshot for s in TrajectoryStore.open(tmp_path / "s").history()] == [0, 1]
     assert len(seen) == 5000
     assert seen[-1].bytes_read == seen[-1].total_bytes == path.stat().st_size
-    assert all(a.bytes_read <= b.bytes_read for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a.bytes_read <= b.bytes_read for a, b in itertools.pairwise(seen))
 
 
 def test_a_bad_last_row_of_many_leaves_nothing(tmp_path: Path) -> None:

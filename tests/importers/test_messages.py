@@ -168,6 +168,7 @@ def test_prompt_and_response_texts(lines: Lines) -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "look"}, image, {"type": "text", "text": "!"}]},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "first"},
         {"role": "tool", "content": "result"},
         {"role": "assistant", "content": "said"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},

@@ -29,7 +29,7 @@ def rollouts(count: int = 40) -> list[Trajectory]:
                 response_tokens=rng.integers(0, 99, response),
                 log_probs=-rng.random(response) if i % 3 else [],
                 advantages=rng.standard_normal(2 + response),
-                loss_mask=rng.integers(0, 2, 2 + response) if i % 4 else [],
+                loss_mask=[0, 0, *rng.integers(0, 2, response)] if i % 4 else [],
                 reward=float(i),
                 version=PolicyVersion(i % 7) if i % 5 else None,
             )

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import struct
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress, pairwise
+from numbers import Integral, Real
 from operator import attrgetter, methodcaller
 from typing import Any, Literal, Protocol
 
@@ -62,15 +64,15 @@ class _Ids:
     dtype = np.dtype(np.int32)
 
     def from_lists(self, rows: list[list[Any]], size: int) -> NDArray[Any]:
-        return _within(_pack("i", rows, size, self), 0, 2**31 - 1)
+        return _up_to(2**31 - 1, _pack("i", rows, size, self.dtype))
 
     def from_numeric(self, values: NDArray[Any]) -> NDArray[Any]:
         if values.dtype.kind not in "iu":
             raise TypeError
-        return _within(values, 0, 2**31 - 1).astype(np.int32, copy=False)
+        return _up_to(2**31 - 1, values).astype(np.int32, copy=False)
 
     def fault(self, value: Any) -> str | None:
-        if isinstance(value, float) or not hasattr(value, "__index__"):
+        if not _is_integer(value):
             return "is not an integer"
         return None if 0 <= value < 2**31 else "is outside 0..2147483647"
 
@@ -80,16 +82,25 @@ class _Mask:
     dtype = np.dtype(np.int8)
 
     def from_lists(self, rows: list[list[Any]], size: int) -> NDArray[Any]:
-        return _within(np.frombuffer(b"".join(map(bytes, rows)), np.uint8), 0, 1).view(np.int8)
+        try:
+            joined = b"".join(map(bytes, rows))
+        except TypeError:  # masks of 0.0 and 1.0, as trainers keep them
+            return self.from_numeric(_pack("d", rows, size, np.dtype(np.float64)))
+        return _up_to(1, np.frombuffer(joined, np.uint8)).view(np.int8)
 
     def from_numeric(self, values: NDArray[Any]) -> NDArray[Any]:
-        mask = values.astype(np.int8) if values.dtype.kind in "biu" else values == 1
-        if values.dtype.kind not in "biuf" or not ((values == 0) | (values == 1)).all():
-            raise ValueError
-        return mask.view(np.int8)
+        if values.dtype.kind == "f":
+            ones = values == 1
+            if not (ones | (values == 0)).all():
+                raise ValueError
+            return ones.view(np.int8)
+        if values.dtype.kind not in "biu":
+            raise TypeError
+        mask = values.view(np.uint8) if values.dtype.kind == "b" else _up_to(1, values)
+        return mask.astype(np.int8, copy=False)
 
     def fault(self, value: Any) -> str | None:
-        return None if value in (0, 1) else "is neither 0 nor 1"
+        return None if _is_number(value) and value in (0, 1) else "is neither 0 nor 1"
 
 
 class _Floats:
@@ -97,7 +108,10 @@ class _Floats:
     dtype = np.dtype(np.float32)
 
     def from_lists(self, rows: list[list[Any]], size: int) -> NDArray[Any]:
-        return _pack("f", rows, size, self)
+        narrow = _pack("f", rows, size, self.dtype)
+        if np.isinf(narrow).any():  # given so, or made so: struct narrows 1e300 to infinity silently
+            self.from_numeric(_pack("d", rows, size, np.dtype(np.float64)))
+        return narrow
 
     def from_numeric(self, values: NDArray[Any]) -> NDArray[Any]:
         if values.dtype.kind not in "iuf":
@@ -111,13 +125,9 @@ class _Floats:
         return narrow
 
     def fault(self, value: Any) -> str | None:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
+        if not _is_number(value):
             return "is not a number"
-        if isinstance(value, str):
-            return "is not a number"
-        return "is outside float32" if math.isfinite(number) and abs(number) >= _FLOAT32_OVERFLOWS else None
+        return "is outside float32" if abs(value) >= _FLOAT32_OVERFLOWS and abs(value) != math.inf else None
 
 
 # Half a unit in the last place above the largest float32: from here on rounding gives infinity.
@@ -148,16 +158,20 @@ def flatten(
     except TypeError:
         rows = _sized(rows, column, ids)
         lengths = _lengths(rows)
-    if not lengths.any():
+    size = int(lengths.sum())
+    if not size:
         return Flat(np.empty(0, kind.dtype), lengths)
     filled = rows if lengths.all() else list(compress(rows, lengths))
     try:
-        return Flat(_convert(filled, kind, int(lengths.sum())), lengths)
-    except (TypeError, ValueError, OverflowError, struct.error):
+        return Flat(_convert(filled, kind, size), lengths)
+    except _UNFIT:
         if nulls == "nan" and kind is FLOATS:
-            mended = [[math.nan if v is None else v for v in _listed(row)] for row in rows]
+            mended = [_mended(row) for row in rows]
             return flatten(mended, kind, column, ids)
         raise _fault(rows, kind, column, ids) from None
+
+
+_UNFIT = (TypeError, ValueError, OverflowError, struct.error)
 
 
 def _lengths(rows: Sequence[Any]) -> NDArray[np.int64]:
@@ -171,11 +185,11 @@ def _lengths(rows: Sequence[Any]) -> NDArray[np.int64]:
 
 def _convert(rows: Sequence[Any], kind: Kind, size: int) -> NDArray[Any]:
     types = set(map(type, rows))
-    if types <= {list}:
-        return kind.from_lists(rows, size)  # type: ignore[arg-type]  # every row is a list
+    if types == {list}:
+        return kind.from_lists(list(rows), size)
     if types == {np.ndarray}:
         return _join(list(rows), kind, size)
-    if all(_is_tensor(t) for t in types):
+    if all(map(_is_tensor, types)):
         return kind.from_numeric(_cat(list(rows), kind, size))
     if len(types) > 1 and (np.ndarray in types or any(map(_is_tensor, types))):
         return np.concatenate([_convert([row], kind, len(row)) for row in rows])
@@ -187,46 +201,61 @@ def _room(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(pa.allocate_buffer(size * dtype.itemsize), dtype)
 
 
+def _pack(code: str, rows: list[list[Any]], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    out = _room(size, dtype)
+    target, compiled, at = memoryview(out).cast("B"), struct.Struct, 0
+    for row in rows:
+        packed = compiled(f"{len(row)}{code}").pack(*row)  # a copy, yet faster than pack_into
+        target[at : at + len(packed)] = packed
+        at += len(packed)
+    return out
+
+
 def _join(rows: list[NDArray[Any]], kind: Kind, size: int) -> NDArray[Any]:
     try:
-        flat = np.concatenate(rows, out=_room(size, kind.dtype), casting="equiv")
-    except (TypeError, ValueError):
-        if len(set(map(attrgetter("dtype"), rows))) == 1:
-            flat = np.concatenate(rows)
-        else:  # mixed dtypes are converted row by row: numpy would promote int64 and uint64 to float64
-            return np.concatenate([_join([row], kind, len(row)) for row in rows])
+        return kind.from_numeric(np.concatenate(rows, out=_room(size, kind.dtype), casting="equiv"))
+    except TypeError:  # another dtype than the column's
+        pass
+    if len(set(map(attrgetter("dtype"), rows))) > 1:
+        # Mixed dtypes are converted row by row: numpy would promote int64 and uint64 to float64.
+        return np.concatenate([_join([row], kind, len(row)) for row in rows])
+    flat = np.concatenate(rows)
     if flat.ndim != 1:
         raise ValueError
-    return kind.from_numeric(flat)
+    return kind.from_lists([flat.tolist()], size) if flat.dtype.kind == "O" else kind.from_numeric(flat)
 
 
 def _cat(rows: list[Any], kind: Kind, size: int) -> NDArray[Any]:
     # A tensor exists, so its module is loaded: the codec itself never imports torch.
     torch = sys.modules["torch"]
-    out = None
-    if set(map(attrgetter("dtype"), rows)) == {getattr(torch, kind.dtype.name)}:
-        out = torch.from_numpy(_room(size, kind.dtype))
-    try:
-        flat = torch.cat(rows, out=out)
-    except RuntimeError:  # rows on a device, with gradients, or of different dimensions
-        if any(row.dim() != 1 for row in rows):
-            raise ValueError from None
-        flat = torch.cat([row.detach().cpu() for row in rows])
-    flat = flat.detach().cpu()
-    if flat.dim() != 1:
+    if set(map(attrgetter("ndim"), rows)) != {1}:
         raise ValueError
+    if set(map(attrgetter("dtype"), rows)) == {getattr(torch, kind.dtype.name)}:
+        out = _room(size, kind.dtype)
+        try:
+            _cat_blocks(torch, rows, torch.from_numpy(out))
+            return out
+        except RuntimeError:  # rows on a device, or with gradients
+            pass
+    flat = torch.cat([row.detach().cpu() for row in rows])
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.to(torch.float32)
     return flat.numpy()  # type: ignore[no-any-return]  # torch is reached without its types
 
 
-def _pack(code: str, rows: list[list[Any]], size: int, kind: Kind) -> NDArray[Any]:
-    out = _room(size, kind.dtype)
-    compiled, width, at = struct.Struct, kind.dtype.itemsize, 0
-    for row in rows:
-        compiled(f"{len(row)}{code}").pack_into(out, at, *row)
-        at += len(row) * width
-    return out
+_TORCH_GRAIN = 32_768
+"""From so many values on torch wakes its threads, which costs more processor time than the copy itself."""
+
+
+def _cat_blocks(torch: Any, rows: list[Any], out: Any) -> None:
+    ends = list(accumulate(map(methodcaller("numel"), rows)))
+    cuts, sizes, at = [0], [], 0
+    while cuts[-1] < len(rows):
+        cuts.append(max(cuts[-1] + 1, bisect_left(ends, at + _TORCH_GRAIN)))
+        sizes.append(ends[cuts[-1] - 1] - at)
+        at += sizes[-1]
+    for (first, last), block in zip(pairwise(cuts), out.split(sizes), strict=True):
+        torch.cat(rows[first:last], out=block)
 
 
 def _is_tensor(kind: type) -> bool:
@@ -239,6 +268,13 @@ def _listed(row: Any) -> list[Any]:
     return row.tolist() if hasattr(row, "tolist") else list(row)
 
 
+def _mended(row: Any) -> Any:
+    """The row with NaN for None; one that is not a row of values as it is, for the error to name it."""
+    if isinstance(row, (str, bytes, dict, set)) or getattr(row, "ndim", 1) != 1:
+        return row
+    return [math.nan if value is None else value for value in _listed(row)]
+
+
 def _sized(rows: Sequence[Any], column: str, ids: Sequence[str]) -> list[Any]:
     sized = []
     for i, row in enumerate(rows):
@@ -246,7 +282,7 @@ def _sized(rows: Sequence[Any], column: str, ids: Sequence[str]) -> list[Any]:
             row = []
         if not hasattr(row, "__len__") or getattr(row, "ndim", 1) == 0:
             raise ValidationError(
-                f"found {row!r}, expected a list, a numpy array or a torch tensor",
+                f"found {shorten(row)}, expected a list, a numpy array or a torch tensor",
                 row=i,
                 id=ids[i],
                 column=column,
@@ -256,27 +292,51 @@ def _sized(rows: Sequence[Any], column: str, ids: Sequence[str]) -> list[Any]:
 
 
 def _fault(rows: Sequence[Any], kind: Kind, column: str, ids: Sequence[str]) -> ValidationError:
+    """The error that names the first value, or the first row, that cannot be converted."""
     for i, row in enumerate(rows):
-
-        def error(reason: str, hint: str | None = None, i: int = i) -> ValidationError:
+        reason, hint = _row_fault(row, kind)
+        if reason:
             return ValidationError(reason, row=i, id=ids[i], column=column, hint=hint)
-
-        if getattr(row, "ndim", 1) != 1:
-            return error(f"found shape {tuple(row.shape)}, expected one dimension", "flatten or squeeze it")
-        if isinstance(row, (str, bytes, dict, set)):
-            return error(f"found {type(row).__name__}, expected a list of numbers")
-        for index, value in enumerate(_listed(row)):
-            if value is None:
-                hint = 'give the value, or pass nulls="nan" to store NaN' if kind is FLOATS else None
-                return error(f"found None at index {index}, expected {kind.name}", hint)
-            wrong = kind.fault(value)
-            if wrong is not None:
-                return error(f"{value!r} at index {index} {wrong}, expected {kind.name}")
     return ValidationError(f"its rows mix types that do not join, expected {kind.name}", column=column)
 
 
-def _within(values: NDArray[Any], low: int, high: int) -> NDArray[Any]:
-    if values.size and (values.min() < low or values.max() > high):
+def _row_fault(row: Any, kind: Kind) -> tuple[str | None, str | None]:
+    """What is wrong with a row and what to do about it."""
+    if getattr(row, "ndim", 1) != 1:
+        return f"found shape {tuple(row.shape)}, expected one dimension", "flatten or squeeze it"
+    if isinstance(row, (str, bytes, dict, set)):
+        return f"found {type(row).__name__}, expected a list of numbers", None
+    for index, value in enumerate(_listed(row)):
+        if value is None:
+            hint = 'give the value, or pass nulls="nan" to store NaN' if kind is FLOATS else None
+            return f"found None at index {index}, expected {kind.name}", hint
+        wrong = kind.fault(value)
+        if wrong is not None:
+            return f"{shorten(value)} at index {index} {wrong}, expected {kind.name}", None
+    try:
+        if len(row):
+            _convert([row], kind, len(row))
+    except _UNFIT:
+        return f"found values of type {getattr(row, 'dtype', type(row[0]).__name__)}, expected {kind.name}", None
+    return None, None
+
+
+def shorten(value: Any) -> str:
+    """A value as an error shows it: its repr, cut where it gets long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, np.bool_)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Real, np.bool_))
+
+
+def _up_to(high: int, values: NDArray[Any]) -> NDArray[Any]:
+    """The integers themselves when all are in 0..high; one pass, for negative ones are huge as unsigned."""
+    if values.size and values.view(f"u{values.dtype.itemsize}").max() > high:
         raise OverflowError
     return values
-

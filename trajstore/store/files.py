@@ -10,7 +10,6 @@ import hashlib
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trajstore.errors import CorruptFileError
+from trajstore.store.datafile import DataFile, sync
 
 ROW_GROUP_ROWS = 1024
 
@@ -32,26 +32,6 @@ _DICTIONARY_TEXT = frozenset(
 )
 _PLAIN_NUMBERS = ("id_hash",)  # every value is another one
 _STATISTICS_TEXT = ("group_id", "status", "version_known", "writer_id")
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """One immutable file of a table.
-
-    Attributes:
-        name: path below the table's folder.
-        rows: number of rows.
-        bytes: size on disk.
-        low, high: least and greatest value of each integer column that has one.
-        nulls: null count of each integer column.
-    """
-
-    name: str
-    rows: int
-    bytes: int
-    low: dict[str, int] = field(default_factory=dict)
-    high: dict[str, int] = field(default_factory=dict)
-    nulls: dict[str, int] = field(default_factory=dict)
 
 
 class FileWriter:
@@ -107,7 +87,7 @@ class FileWriter:
         self._sink.close()
         name = f"{self._aside.stem}-{self._hashed.digest.hexdigest()}.parquet"
         self._aside.rename(self.folder / name)
-        sync_folder(self.folder)
+        sync(self.folder)
         return DataFile(name, self._rows, size, self._low, self._high, self._nulls)
 
     def abort(self) -> None:
@@ -181,15 +161,6 @@ def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
     if pa.types.is_struct(kind):
         return [leaf for f in kind for leaf in _leaves(f"{path}.{f.name}", f.type)]
     return [(path, kind)]
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(folder: Path, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64] | None = None) -> pa.Table:

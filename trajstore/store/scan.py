@@ -17,7 +17,7 @@ from trajstore.errors import QueryError
 from trajstore.layouts import Rows
 from trajstore.selection import Limit, Step, Where
 from trajstore.store import files
-from trajstore.store.files import DataFile
+from trajstore.store.datafile import DataFile
 from trajstore.store.table import LogFile, Table
 from trajstore.trajectory import Trajectory
 

@@ -19,7 +19,8 @@ from trajstore.codec import Nulls, check, conform, encode, id_hashes
 from trajstore.errors import InputError, ValidationError
 from trajstore.schema import Column, extra_columns, with_extra
 from trajstore.store import files, side
-from trajstore.store.files import DataFile, FileWriter
+from trajstore.store.datafile import DataFile
+from trajstore.store.files import FileWriter
 from trajstore.store.scan import Scan
 from trajstore.store.side import Refused
 from trajstore.store.table import Snapshot, Table

@@ -6,7 +6,6 @@ We write our own Parquet files and use Delta Lake as a log of which files make u
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from trajstore.errors import (
     StoreNotFoundError,
 )
 from trajstore.schema import FORMAT_VERSION, check_format
-from trajstore.store.files import DataFile, sync_folder
+from trajstore.store.datafile import DataFile, sync
 
 COMMIT_ATTEMPTS = 100
 
@@ -293,9 +292,5 @@ def _log_path(folder: Path, number: int) -> Path:
 
 def _sync_log(folder: Path, number: int) -> None:
     """delta-rs never fsyncs: without this a power cut can take the newest commits away in silence."""
-    descriptor = os.open(_log_path(folder, number), os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    sync_folder(folder / "_delta_log")
+    sync(_log_path(folder, number))
+    sync(folder / "_delta_log")
