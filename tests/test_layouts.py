@@ -231,11 +231,10 @@ def table_of(rows: Sequence[Row], cut: int = 0) -> pa.Table:
 @given(batch_rows, st.integers(0, 5), st.integers(0, 9), st.sampled_from(["nan", "zero"]))
 def test_a_padded_batch_is_what_the_design_says(rows: list[Row], cut: int, pad_id: int, missing: Any) -> None:
     extra = ("action_mask", "values", "token_rewards", "entropy", "flags")
-    given_rows = [row | {"token_rewards": None} for row in rows]
-    out = padded(
-        Rows.from_arrow(table_of(rows, min(cut, len(rows))), PADS), pad_token_id=pad_id, missing=missing, extra=extra
-    )  # fmt: skip
-    expected = naive(given_rows, pad_id, missing, extra)
+    all_rows = [row | {"token_rewards": None} for row in rows]
+    arrow_rows = Rows.from_arrow(table_of(rows, min(cut, len(rows))), PADS)
+    out = padded(arrow_rows, pad_token_id=pad_id, missing=missing, extra=extra)
+    expected = naive(all_rows, pad_id, missing, extra)
     assert list(out) == [*TENSORS, *extra] == list(expected)
     width = max((row["length"] for row in rows), default=0)
     for name, array in out.items():

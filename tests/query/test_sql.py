@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from trajstore import PolicyVersion, QueryError, Trajectory, TrajectoryStore
+from trajstore import CorruptFileError, PolicyVersion, QueryError, Trajectory, TrajectoryStore
 from trajstore.query import connect, fresh, stratified_sample
 
 REWARDS = [1.0, 2.0, math.nan, 3.0, 6.0, 7.0, -0.0, math.inf, -math.inf]
@@ -88,6 +88,18 @@ def test_a_scan_of_chosen_columns_still_has_its_version_gap(store: TrajectorySto
 def test_list_columns_unnest(store: TrajectoryStore) -> None:
     query = "select sum(t) as total from (select unnest(tokens) as t from trajectories where id = 'r3')"
     assert connect(store).sql(query).to_pylist() == [{"total": 15}]
+
+
+def test_a_data_file_that_went_away_is_named(tmp_path: Path) -> None:
+    store = TrajectoryStore.create(tmp_path / "store")
+    store.append(rows()[:2])
+    connection = connect(store)
+    (path,) = map(Path, store.scan().data_files())
+    path.unlink()
+    with pytest.raises(CorruptFileError, match=path.name):
+        connect(store)
+    with pytest.raises(QueryError, match=path.name):
+        connection.sql("select sum(reward) from trajectories")
 
 
 # NaN
@@ -180,7 +192,7 @@ def test_queries_of_every_form(store: TrajectoryStore, query: str) -> None:
         ("selec", "syntax error"),
         ("", "found 0 statements, expected one query"),
         ("select 1; select 2", "found 2 statements, expected one query"),
-        ("select * from nope", "nope does not exist!\n  hint: views: trajectories"),
+        ("select * from nope", "nope does not exist!\n  hint: "),
         ("select nope from trajectories", "nope"),
         ("select id + 1 from trajectories", "Could not convert|No function matches|Conversion Error"),
         ("select error('mine')", "mine"),

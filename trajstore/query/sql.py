@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.fs
 
-from trajstore.errors import QueryError
+from trajstore.errors import CorruptFileError, QueryError
 from trajstore.store import Scan, TrajectoryStore
 from trajstore.trajectory import PolicyVersion, version_number
 
@@ -94,6 +94,9 @@ def connect(
     Args:
         source: what to ask about. A scan of chosen columns shows these and what `version_gap` needs.
         current_version: the trainer's policy version, for `version_gap`.
+
+    Raises:
+        CorruptFileError: a data file of the snapshot is missing.
     """
     scan = source.scan() if isinstance(source, TrajectoryStore) else source
     return Connection(scan, None if current_version is None else version_number(current_version))
@@ -106,7 +109,13 @@ def _stored(scan: Scan) -> Any:
     paths = scan.data_files()
     if not scan.is_whole or not paths:
         return scan.to_arrow()
-    return pads.dataset(paths, scan.schema, format="parquet", filesystem=pyarrow.fs.LocalFileSystem())
+    try:
+        return pads.dataset(paths, scan.schema, format="parquet", filesystem=pyarrow.fs.LocalFileSystem())
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"a data file cannot be read: {error}",
+            hint="restore the file from a backup, or go back to a snapshot that does not use it",
+        ) from error
 
 
 def _whole_numbers(table: pa.Table) -> pa.Table:
