@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import shlex
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def test_several_writers_append_at_the_same_time(demo: Demo) -> None:
     appends = [s for s in demo.store.history() if s.operation == "append"]
     writers = [s.writer_id for s in appends]
     assert len(set(writers)) >= 2
-    changes = sum(a != b for a, b in zip(writers[:-1], writers[1:], strict=True))
+    changes = sum(a != b for a, b in itertools.pairwise(writers))
     assert changes >= 2 * len(set(writers)), "the commits of the writers are mixed, not one after the other"
     assert sum(s.rows for s in appends) == len(demo.rows)
     assert len({row.id for row in demo.rows}) == len(demo.rows)
@@ -92,7 +93,8 @@ def test_aborted_generations_are_continued_under_newer_weights(demo: Demo) -> No
 def test_behavior_log_probs_are_those_of_the_version_that_sampled_each_token(demo: Demo) -> None:
     spanning = [row for row in demo.rows if row.has_version_boundaries][:12]
     continued = [row for row in demo.rows if row.parent_id is not None][:12]
-    policy = Policy()
+    policies = [Policy() for _ in range(demo.current + 1)]
+    versions = [load(policy, demo.weights, number) for number, policy in enumerate(policies)]
     for row in [*demo.rows[:12], *demo.rows[-12:], *spanning, *continued]:
         tokens = torch.tensor([row.tokens])
         stored = torch.tensor(row.behavior_log_probs)
@@ -102,9 +104,10 @@ def test_behavior_log_probs_are_those_of_the_version_that_sampled_each_token(dem
         ]
         assert row.version_segments[-1].end == len(row.tokens)
         for segment in row.version_segments:
-            assert load(policy, demo.weights, segment.version.version_id) == segment.version
+            number = segment.version.version_id
+            assert versions[number] == segment.version
             with torch.no_grad():
-                recomputed = log_probs_of(policy, tokens)[0, segment.start : segment.end]
+                recomputed = log_probs_of(policies[number], tokens)[0, segment.start : segment.end]
             torch.testing.assert_close(stored[segment.start : segment.end], recomputed, rtol=0, atol=1e-4)
 
 

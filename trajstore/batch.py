@@ -109,7 +109,7 @@ class TrajectoryBatch(Sequence[Trajectory]):
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """What layouts and loaders make batches from; `columns` is for sources that read on demand."""
-        return Rows.from_arrow(self._table, pads(self._table.schema))
+        return Rows.from_arrow(self._table, pad_values(self._table.schema))
 
     def to_tensors(
         self,
@@ -154,7 +154,7 @@ class TrajectoryBatch(Sequence[Trajectory]):
         }
 
 
-def pads(schema: pa.Schema) -> dict[str, float]:
+def pad_values(schema: pa.Schema) -> dict[str, float]:
     """Pad value of each per-token column of a schema that is the user's own."""
     extra = [Column.from_field(field) for field in schema if field.name not in BY_NAME]
     return {column.name: column.pad for column in extra if column.role == "token"}

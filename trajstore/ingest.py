@@ -11,7 +11,7 @@ from pathlib import Path
 from trajstore.errors import ImportFormatError, StoreExistsError, ValidationError
 from trajstore.importers import ImportOptions, detect, open_importer
 from trajstore.importers.tokenizer import load_tokenizer
-from trajstore.store import Commit, TrajectoryStore, is_store
+from trajstore.store import Commit, Place, TrajectoryStore
 from trajstore.store.store import OnError
 from trajstore.trajectory import Trajectory
 
@@ -51,7 +51,7 @@ class ImportReport:
 
 def ingest(
     source: Path,
-    store: Path,
+    store: str | Path,
     *,
     format: str = AUTO,
     tokenizer: Path | None = None,
@@ -65,7 +65,7 @@ def ingest(
 
     Args:
         source: the file.
-        store: folder of the store.
+        store: folder of the store, or its s3:// URI.
         format: a name of `trajstore.importers.FORMATS`, or "auto" to look at the first record.
         tokenizer: a tokenizer.json or .tiktoken file for formats that hold text only.
         on_error: "quarantine" puts rows that break the contract aside and commits the others.
@@ -78,8 +78,9 @@ def ingest(
         FormatVersionError: the store was written by a newer trajstore.
     """
     read = None if format == AUTO else open_importer(format)
-    target = TrajectoryStore.open(store) if is_store(store) else None
-    if target is None and store.exists() and (not store.is_dir() or any(store.iterdir())):
+    place = Place.of(store)
+    target = TrajectoryStore.open(place) if place.is_table() else None
+    if target is None and not place.is_free():
         raise StoreExistsError(f"{store} exists and is not a store", hint="choose another path")
     why = "as asked"
     if read is None:
@@ -104,7 +105,7 @@ def ingest(
         except ValidationError as error:
             raise _placed(error, places) from error
 
-    commit = append(target) if target is not None else _created(store, append)
+    commit = append(target) if target is not None else _created(place, append)
     refused = [(places[r.row], r.reason) for r in commit.refused]
     return ImportReport(format, why, commit, progress.tokens, refused, created=target is None)
 
@@ -119,19 +120,29 @@ def _placed(error: ValidationError, places: list[str]) -> ImportFormatError:
     )
 
 
-def _created(store: Path, append: Callable[[TrajectoryStore], Commit]) -> Commit:
-    """Makes the store aside and moves it into place once its first commit is durable."""
-    parent = store.absolute().parent
+def _created(place: Place, append: Callable[[TrajectoryStore], Commit]) -> Commit:
+    """Makes the store, so that it is seen with its first rows in it or, when they fail, not at all.
+
+    On disk it is made aside and moved into place; a bucket has no move, so what was made is removed again.
+    """
+    if place.folder is None:
+        try:
+            return append(TrajectoryStore.create(place))
+        except BaseException:
+            for entry in place.entries():
+                place.delete(entry.name)
+            raise
+    parent = place.folder.parent
     while not parent.exists():
         parent = parent.parent
-    aside = parent / f".{store.name}-{uuid.uuid4().hex}.importing"
+    aside = parent / f".{place.folder.name}-{uuid.uuid4().hex}.importing"
     try:
         commit = append(TrajectoryStore.create(aside))
-        store.absolute().parent.mkdir(parents=True, exist_ok=True)
+        place.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            aside.rename(store)
+            aside.rename(place.folder)
         except OSError as error:
-            raise StoreExistsError(f"{store} appeared while its first rows were read: {error}") from error
+            raise StoreExistsError(f"{place} appeared while its first rows were read: {error}") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -216,7 +216,9 @@ def _plain(name: str, value: Any) -> Any:
         case TrajectoryStatus():
             return value.value
         case _ if name == "version_segments":
-            return [{"start": s.start, "end": s.end, "version": _plain("version", s.version)} for s in value]
+            return [
+                {"start": s.start, "end": s.end, "version": _plain("version", s.version)} for s in value or ()
+            ]
         case _ if name == "version_span" and value is not None:
             return list(value)
         case _ if hasattr(value, "tolist"):  # numpy arrays and scalars, torch tensors

@@ -9,7 +9,7 @@ import pytest
 
 from trajstore import CorruptFileError, PolicyVersion, Trajectory, TrajectoryStore, VersionSegment
 from trajstore.schema import SCHEMA, TOKEN_FLOATS
-from trajstore.store import files
+from trajstore.store import Place, files
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,7 @@ def column(metadata: pq.FileMetaData, name: str) -> pq.ColumnChunkMetaData:
         ("loss_mask.list.element", "RLE_DICTIONARY"),
         ("action_mask.list.element", "RLE_DICTIONARY"),
         ("attention_mask.list.element", "RLE_DICTIONARY"),
-        *[
-            (f"{name}.list.element", "BYTE_STREAM_SPLIT")
-            for name in TOKEN_FLOATS
-        ],
+        *[(f"{name}.list.element", "BYTE_STREAM_SPLIT") for name in TOKEN_FLOATS],
         ("version_segments.list.element.version_id", "RLE_DICTIONARY"),
         ("version_segments.list.element.timestamp", "BYTE_STREAM_SPLIT"),
         ("group_id", "RLE_DICTIONARY"),
@@ -131,10 +128,10 @@ def test_a_damaged_or_missing_file_is_named(path: Path, tmp_path: Path) -> None:
 def test_reading_rows_equals_reading_all_and_taking(path: Path) -> None:
     store = TrajectoryStore.open(path.parent)
     (file,) = store._table.files()
-    whole = files.read(path.parent, file, SCHEMA)
+    whole = files.read(Place.of(path.parent), file, SCHEMA)
     rows = np.array([0, 3, 1023, 1024, 1025, 2047, 2499])
-    assert files.read(path.parent, file, SCHEMA, rows).equals(whole.take(rows))
-    assert files.read(path.parent, file, SCHEMA, rows[:0]).num_rows == 0
+    assert files.read(Place.of(path.parent), file, SCHEMA, rows).equals(whole.take(rows))
+    assert files.read(Place.of(path.parent), file, SCHEMA, rows[:0]).num_rows == 0
 
 
 def test_column_bytes_add_up_to_most_of_the_file(path: Path) -> None:

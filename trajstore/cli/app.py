@@ -47,7 +47,7 @@ class Allocation(StrEnum):
     proportional = "proportional"
 
 
-Store = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
+Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store, or s3://bucket/prefix.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 AtSnapshot = Annotated[
     int | None, typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot.")

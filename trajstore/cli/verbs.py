@@ -30,7 +30,7 @@ def version() -> str:
 
 def import_file(
     path: Path,
-    store: Path,
+    store: str,
     *,
     format: str,
     tokenizer: Path | None,
@@ -117,12 +117,12 @@ def _bar() -> Progress:
     )
 
 
-def _open(store: Path, snapshot: int | None) -> TrajectoryStore:
+def _open(store: str, snapshot: int | None) -> TrajectoryStore:
     opened = TrajectoryStore.open(store)
     return opened if snapshot is None else opened.at(snapshot)
 
 
-def info(store: Path, *, snapshot: int | None, json: bool) -> None:
+def info(store: str, *, snapshot: int | None, json: bool) -> None:
     """`trajstore info`."""
     opened = _open(store, snapshot)
     history = opened.history()
@@ -177,7 +177,7 @@ def _range(rows: pa.Table) -> str | None:
     return None if low is None else f"{low} to {high}"
 
 
-def sql(store: Path, query: str, *, current_version: int | None, snapshot: int | None, json: bool) -> None:
+def sql(store: str, query: str, *, current_version: int | None, snapshot: int | None, json: bool) -> None:
     """`trajstore sql`."""
     with connect(_open(store, snapshot), current_version=current_version) as connection:
         result = _unique(connection.sql(query))
@@ -194,7 +194,7 @@ def _unique(result: pa.Table) -> pa.Table:
 
 
 def sample(
-    store: Path,
+    store: str,
     *,
     n: int,
     by: str,

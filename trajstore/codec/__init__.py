@@ -1,6 +1,7 @@
 """Owns objects ⇄ record batch, and the invariants of the row; knows nothing of disks or tensors' layouts."""
 
-from trajstore.codec.check import check, conform
+from trajstore.codec.check import check
+from trajstore.codec.conform import conform
 from trajstore.codec.decode import decode, normalize
 from trajstore.codec.encode import encode, id_hashes
 from trajstore.codec.flat import Nulls

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trajstore.errors import LengthMismatchError, SchemaError, ValidationError
-from trajstore.schema import Column
+from trajstore.schema import ROW_SCHEMA, TOKEN_MASKS, Column
 from trajstore.trajectory import TrajectoryStatus
 
-STATUSES = [status.value for status in TrajectoryStatus]
-VERSION_KNOWN = ["exact", "span", "list", "absent"]
+STATUSES = tuple(status.value for status in TrajectoryStatus)
+VERSION_KNOWN = ("exact", "span", "list", "absent")
 
 Bools = NDArray[np.bool_]
+Int64s = NDArray[np.int64]
 
 
 def check(batch: pa.RecordBatch) -> None:
@@ -28,114 +27,136 @@ def check(batch: pa.RecordBatch) -> None:
     Raises:
         LengthMismatchError: a per-token column is not as long as `tokens`.
         ValidationError: a value is out of its range, or two columns contradict each other.
-        SchemaError: an extra column does not say its role.
+        SchemaError: a column is missing, or an extra one does not say its role.
     """
+    missing = set(ROW_SCHEMA.names).difference(batch.schema.names)
+    if missing:
+        raise SchemaError(f"column {min(missing)!r} is missing", hint="bring the batch to the schema first")
     _Check(batch).run()
 
 
 class _Check:
+    """One pass over a batch of N rows; columns that are null throughout cost next to nothing."""
+
     def __init__(self, batch: pa.RecordBatch) -> None:
-        self.batch = batch
+        self.size = batch.num_rows
         self.columns = [Column.from_field(field) for field in batch.schema]
+        self.arrays: dict[str, pa.Array] = dict(zip(batch.schema.names, batch.columns, strict=True))
+        self.offsets = self.arrays["tokens"].offsets.to_numpy()
         self.total = self._lengths("tokens")
 
     def run(self) -> None:
         for column in self.columns:
-            array = self.batch.column(column.name)
-            if not column.nullable and array.null_count:
-                self._refuse(column.name, np.asarray(array.is_null()), "is null, expected a value")
-            if array.null_count == len(array):
+            array = self.arrays[column.name]
+            nulls = array.null_count
+            if nulls and not column.nullable:
+                self._refuse(column.name, ~self._valid(column.name), "is null, expected a value")
+            if nulls == len(array) or column.role == "scalar":
                 continue
-            if column.role != "scalar" and _values(array).null_count:
+            if array.values.null_count and array.flatten().null_count:
                 row = next(i for i, item in enumerate(array) if item.is_valid and item.values.null_count)
                 self._refuse_row(column.name, row, "holds a null element, expected a value")
             if column.role == "token":
-                self._aligned(column)
-        self._tokens()
+                self._aligned(column.name)
+            if column.name in TOKEN_MASKS:
+                self._elements(column.name, 1, "0 or 1")
+            elif column.name in _IDS:
+                self._elements(column.name, 2**31 - 1, "a token id from 0 to 2147483647")
+        self._refuse("length", self._scalar("length") != self.total, "is not the number of tokens")
         self._split()
         self._words("status", STATUSES)
         self._words("version_known", VERSION_KNOWN)
         self._known()
         self._segments()
         self._retokenized()
-        self._counts()
+        for name in ("continuation_count", "group_size"):
+            if self._given(name):
+                self._refuse(name, self._scalar(name) < 0, "is negative")
 
-    def _aligned(self, column: Column) -> None:
-        array = self.batch.column(column.name)
-        lengths = self._lengths(column.name)
-        wrong = np.asarray(array.is_valid()) & (lengths != self.total)
+    def _aligned(self, name: str) -> None:
+        offsets = self.arrays[name].offsets.to_numpy()
+        if np.array_equal(offsets, self.offsets):
+            return
+        lengths = np.diff(offsets)  # what null rows hide is not looked at
+        wrong = (lengths != self.total) & self._valid(name)
         if wrong.any():
             i = int(wrong.argmax())
             raise LengthMismatchError(
                 f"has {lengths[i]} values, expected {self.total[i]} (tokens)",
                 row=i,
                 id=self._id(i),
-                column=column.name,
+                column=name,
                 hint="a per-token column is null, or exactly as long as tokens",
             )
-        if column.type == pa.list_(pa.field("element", pa.int8(), False)):
-            self._elements(column.name, 0, 1, "0 or 1")
 
-    def _tokens(self) -> None:
-        for name in ("tokens", "prompt_tokens", "response_tokens"):
-            self._elements(name, 0, 2**31 - 1, "a token id from 0 to 2147483647")
-        length = self._scalar("length")
-        self._refuse("length", length != self.total, "is not the number of tokens")
-
-    def _elements(self, name: str, low: int, high: int, expected: str) -> None:
-        array = self.batch.column(name)
-        if array.null_count == len(array):
+    def _elements(self, name: str, high: int, expected: str) -> None:
+        values = self.arrays[name].flatten().to_numpy()  # without what slices and null rows hide
+        # One pass: read as unsigned, negative ones are huge.
+        if not values.size or values.view(f"u{values.dtype.itemsize}").max() <= high:
             return
-        values = _values(array).to_numpy(zero_copy_only=True)
-        if values.size and (values.min() < low or values.max() > high):
-            at = int(((values < low) | (values > high)).argmax())
-            ends = np.cumsum(self._lengths(name))
-            row = int(np.searchsorted(ends, at, side="right"))
-            index = at - int(ends[row] - self._lengths(name)[row])
-            self._refuse_row(name, row, f"{values[at]} at index {index}, expected {expected}")
+        at = int(((values < 0) | (values > high)).argmax())
+        lengths = self._lengths(name)
+        ends = np.cumsum(lengths)
+        row = int(np.searchsorted(ends, at, side="right"))
+        index = at - int(ends[row] - lengths[row])
+        self._refuse_row(name, row, f"{values[at]} at index {index}, expected {expected}")
 
     def _split(self) -> None:
-        prompt, response = self.batch.column("prompt_length"), self.batch.column("response_length")
-        half = np.asarray(pc.xor(prompt.is_null(), response.is_null()))
+        known = self._valid("prompt_length")
+        half = known != self._valid("response_length")
         self._refuse("prompt_length", half, "is known without response_length, or the other way round")
-        p, r = self._scalar("prompt_length"), self._scalar("response_length")
-        known = np.asarray(prompt.is_valid())
-        self._refuse("prompt_length", known & ((p < 0) | (r < 0)), "is negative, or response_length is")
-        wrong = known & (p + r != self.total)
+        prompt, response = self._scalar("prompt_length"), self._scalar("response_length")
+        negative = (prompt < 0) | (response < 0)
+        self._refuse("prompt_length", known & negative, "is negative, or response_length is")
+        wrong = known & (prompt + response != self.total)
         if wrong.any():
             i = int(wrong.argmax())
             raise LengthMismatchError(
-                f"{p[i]} + response_length {r[i]} is not the {self.total[i]} of tokens",
+                f"{prompt[i]} + response_length {response[i]} is not the {self.total[i]} of tokens",
                 row=i,
                 id=self._id(i),
                 column="prompt_length",
                 hint="give both lengths so that they add up, or null for both",
             )
 
-    def _words(self, name: str, allowed: list[str]) -> None:
-        wrong = pc.invert(pc.is_in(self.batch.column(name), pa.array(allowed)))
-        reason = f"is not one of {', '.join(allowed)}"
-        self._refuse(name, np.asarray(wrong), reason)
+    def _words(self, name: str, allowed: tuple[str, ...]) -> None:
+        wrong = set(self.arrays[name].unique().to_pylist()).difference(allowed)
+        if wrong:
+            rows = pc.is_in(self.arrays[name], pa.array(wrong, pa.string()))
+            self._refuse(name, np.asarray(rows), f"is not one of {', '.join(allowed)}")
 
     def _known(self) -> None:
-        known = self.batch.column("version_known")
-        oldest, newest = self.batch.column("oldest_version_id"), self.batch.column("newest_version_id")
-        has = np.asarray(oldest.is_valid())
-        half = has != np.asarray(newest.is_valid())
+        has = self._valid("oldest_version_id")
+        half = has != self._valid("newest_version_id")
         self._refuse("oldest_version_id", half, "is known without newest_version_id, or the other way round")
-        reversed_ = has & (self._scalar("oldest_version_id") > self._scalar("newest_version_id"))
-        self._refuse("oldest_version_id", reversed_, "is above newest_version_id")
+        if has.any():
+            above = has & (self._scalar("oldest_version_id") > self._scalar("newest_version_id"))
+            self._refuse("oldest_version_id", above, "is above newest_version_id")
+        known = self.arrays["version_known"]
         absent = np.asarray(pc.equal(known, "absent"))
-        self._refuse("version_known", absent & has, "is 'absent', but a version is given")
+        self._refuse("version_known", absent & has, "contradicts the version that is given")
         self._refuse("version_known", ~absent & ~has, "says a version is known, but none is given")
+        segmented = self._valid("version_segments")
+        bare = ~segmented & ~self._valid("version_id")
+        if (bare & has).any():
+            exact = np.asarray(pc.equal(known, "exact"))
+            self._refuse("version_known", bare & exact, "needs version_id or version_segments")
+        if segmented.any():
+            vague = segmented & np.asarray(pc.not_equal(known, "exact"))
+            self._refuse("version_known", vague, "contradicts version_segments, which say it exactly")
 
     def _segments(self) -> None:
-        array = self.batch.column("version_segments")
-        if array.null_count == len(array):
+        if not self._given("version_segments"):
             return
-        flat = _values(array)
+        flat = self.arrays["version_segments"].flatten()
         counts = self._lengths("version_segments")
         rows = np.repeat(np.arange(len(counts)), counts)
+        for field in flat.type:
+            if flat.field(field.name).null_count:
+                k = int(np.asarray(flat.field(field.name).is_null()).argmax())
+                self._refuse_row(
+                    "version_segments", int(rows[k]), f"holds a segment whose {field.name} is null"
+                )
         start, end = (flat.field(name).to_numpy().astype(np.int64) for name in ("start", "end"))
         total = self.total[rows]
         wrong = (start < 0) | (end > total) | (start >= end)
@@ -150,18 +171,17 @@ class _Check:
             self._refuse_row("version_segments", int(rows[k]), reason, "give them in order, without overlap")
         self._covered(rows, start, end, counts > 0)
 
-    def _covered(self, rows: Any, start: Any, end: Any, has: Bools) -> None:
+    def _covered(self, rows: Int64s, start: Int64s, end: Int64s, has: Bools) -> None:
         """Every sampled token lies in a segment; where nothing says what was sampled, nothing is checked."""
         begins = np.cumsum(self.total) - self.total
         size = int(self.total.sum())
         covered = _ranges(begins[rows] + start, begins[rows] + end, size)
-        known = np.asarray(self.batch.column("prompt_length").is_valid())
-        prompt = np.where(known, self._scalar("prompt_length"), self.total)
+        prompt = np.where(self._valid("prompt_length"), self._scalar("prompt_length"), self.total)
         sampled = _ranges(begins + prompt, begins + self.total, size)
         for name in ("loss_mask", "action_mask"):
-            mask = self.batch.column(name)
-            valid = np.repeat(np.asarray(mask.is_valid()), self.total)
-            sampled[valid] = _values(mask).to_numpy() > 0
+            if self._given(name):
+                valid = np.repeat(self._valid(name), self.total)
+                sampled[valid] = self.arrays[name].flatten().to_numpy() > 0
         bare = sampled & ~covered & np.repeat(has, self.total)
         if bare.any():
             at = int(bare.argmax())
@@ -174,92 +194,54 @@ class _Check:
             )
 
     def _retokenized(self) -> None:
-        again = np.asarray(self.batch.column("tokens_retokenized"))
+        if not self.arrays["tokens_retokenized"].true_count:
+            return
+        again = np.asarray(self.arrays["tokens_retokenized"])
         for name in ("log_probs", "behavior_log_probs"):
-            given = np.asarray(self.batch.column(name).is_valid())
             reason = "is given, but tokens_retokenized says its tokens were not the sampled ones"
-            self._refuse(name, again & given, reason)
+            self._refuse(name, again & self._valid(name), reason, "leave the log-probs out")
 
-    def _counts(self) -> None:
-        for name in ("continuation_count", "group_size"):
-            self._refuse(name, self._scalar(name) < 0, "is negative")
+    def _given(self, name: str) -> bool:
+        return bool(self.arrays[name].null_count < self.size)
 
-    def _scalar(self, name: str) -> NDArray[np.int64]:
-        if self.batch.column(name).null_count == self.batch.num_rows:
-            return np.zeros(self.batch.num_rows, np.int64)
-        return self.batch.column(name).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-
-    def _lengths(self, name: str) -> NDArray[np.int64]:
-        array = self.batch.column(name)
+    def _valid(self, name: str) -> Bools:
+        array = self.arrays[name]
         if not array.null_count:
-            return np.diff(array.offsets.to_numpy()).astype(np.int64)
-        return pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+            return np.ones(self.size, bool)
+        return np.asarray(array.is_valid()) if self._given(name) else np.zeros(self.size, bool)
+
+    def _scalar(self, name: str) -> Int64s:
+        """The values of an integer column as [N] int64, 0 where null."""
+        array = self.arrays[name]
+        if not self._given(name):
+            return np.zeros(self.size, np.int64)
+        return (array.fill_null(0) if array.null_count else array).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+
+    def _lengths(self, name: str) -> Int64s:
+        """The lengths of a list column's rows as [N] int64, 0 where null."""
+        lengths = np.diff(self.arrays[name].offsets.to_numpy()).astype(np.int64)
+        return np.where(self._valid(name), lengths, 0) if self.arrays[name].null_count else lengths
 
     def _id(self, row: int) -> str:
-        return self.batch.column("id")[row].as_py() or ""
+        return self.arrays["id"][row].as_py() or ""
 
-    def _refuse(self, column: str, rows: Bools, reason: str) -> None:
+    def _refuse(self, column: str, rows: Bools, reason: str, hint: str | None = None) -> None:
         if rows.any():
             row = int(rows.argmax())
-            value = self.batch.column(column)[row]
+            value = self.arrays[column][row]
             found = "" if pa.types.is_nested(value.type) or not value.is_valid else f"{value.as_py()!r} "
-            self._refuse_row(column, row, found + reason)
+            self._refuse_row(column, row, found + reason, hint)
 
     def _refuse_row(self, column: str, row: int, reason: str, hint: str | None = None) -> None:
         raise ValidationError(reason, row=row, id=self._id(row), column=column, hint=hint)
 
 
-def _values(array: pa.ListArray) -> pa.Array:
-    return array.flatten()  # respects slices and leaves out what null rows hide, unlike .values
+_IDS = ("tokens", "prompt_tokens", "response_tokens")
 
 
-def _ranges(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> Bools:
+def _ranges(starts: Int64s, ends: Int64s, size: int) -> Bools:
+    """[size] True at every position of the half-open ranges."""
     edges = np.zeros(size + 1, np.int32)
     np.add.at(edges, starts, 1)
     np.add.at(edges, ends, -1)
-    return np.cumsum(edges[:-1]) > 0  # type: ignore[no-any-return]  # numpy comparison
-
-
-def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch in the columns and types of `schema`; nothing is cast with a loss.
-
-    Nullable columns that are not there become null.
-
-    Raises:
-        SchemaError: a column is missing, unknown, or of a type that would lose values.
-    """
-    unknown = [name for name in batch.schema.names if name not in schema.names]
-    if unknown:
-        raise SchemaError(
-            f"column {unknown[0]!r} is not in the store",
-            hint="declare it at create (extra=[Column(...)]), or put it under metadata",
-        )
-    return pa.record_batch([_cast(batch, field) for field in schema], schema=schema)
-
-
-def _cast(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    if field.name not in batch.schema.names:
-        if not field.nullable:
-            raise SchemaError(f"column {field.name!r} is missing", hint=f"give it as {field.type}")
-        return pa.nulls(batch.num_rows, field.type)
-    array = batch.column(field.name)
-    found, wanted = _element(array.type), _element(field.type)
-    lossy = pa.types.is_floating(found) and pa.types.is_integer(wanted)
-    try:
-        if lossy and array.null_count != len(array):
-            raise pa.ArrowInvalid(f"{found} values in a column of {wanted}")
-        cast = array.cast(field.type)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise SchemaError(
-            f"column {field.name!r} has type {array.type}, which does not fit {field.type}: {error}",
-            hint="cast it yourself, so that nothing is lost unseen",
-        ) from error
-    if pa.types.is_floating(wanted) and pa.types.is_floating(found) and wanted.bit_width < found.bit_width:
-        before, after = (_values(a) if pa.types.is_nested(a.type) else a for a in (array, cast))
-        if pc.any(pc.and_(pc.is_finite(before), pc.invert(pc.is_finite(after)))).as_py():
-            raise SchemaError(f"column {field.name!r} holds a value outside {wanted}")
-    return cast
-
-
-def _element(type: pa.DataType) -> pa.DataType:
-    return type.value_type if pa.types.is_list(type) or pa.types.is_large_list(type) else type
+    return np.cumsum(edges[:-1]) > 0

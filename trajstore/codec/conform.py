@@ -1,4 +1,4 @@
-"""Owns bringing somebody's Arrow columns to a schema without loss; must not judge the values (check.py does)."""
+"""Owns bringing given Arrow columns to a schema without loss; must not judge values (check.py does)."""
 
 from __future__ import annotations
 

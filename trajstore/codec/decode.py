@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from trajstore.codec.encode import derived_known
 from trajstore.codec.scalars import json_text
+from trajstore.codec.versions import derived_known
 from trajstore.errors import LengthMismatchError, SchemaError
 from trajstore.schema import ROW_SCHEMA, TOKEN_FLOATS, TOKEN_MASKS
 from trajstore.trajectory import (
@@ -51,7 +52,7 @@ def _python(array: pa.Array) -> list[Any]:
     if not pa.types.is_list(array.type) or pa.types.is_struct(array.type.value_type):
         return array.to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
     flat = array.flatten().to_numpy().tolist()
-    lengths = pa.compute.list_value_length(array).fill_null(0).to_numpy()
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy()
     ends = np.cumsum(lengths)
     valid = np.asarray(array.is_valid()).tolist()
     spans = zip((ends - lengths).tolist(), ends.tolist(), valid, strict=True)
@@ -63,8 +64,7 @@ def _object(row: dict[str, Any]) -> Trajectory:
     prompt, response = row["prompt_length"], row["response_length"]
     known = prompt is not None
     given: dict[str, Any] = {
-        name: row[name] if row[name] is not None else []
-        for name in (*TOKEN_MASKS, *TOKEN_FLOATS)
+        name: row[name] if row[name] is not None else [] for name in (*TOKEN_MASKS, *TOKEN_FLOATS)
     }
     given["prompt_tokens"] = _slice(row["prompt_tokens"], tokens[:prompt] if known else [])
     given["response_tokens"] = _slice(row["response_tokens"], tokens[prompt:] if known else [])
@@ -80,9 +80,7 @@ def _object(row: dict[str, Any]) -> Trajectory:
         response_length=response or 0,
         version=_version(row["version_id"], row["version_timestamp"], row["version_step"]),
         version_segments=[
-            VersionSegment(
-                s["start"], s["end"], PolicyVersion(s["version_id"], s["timestamp"], s["step"])
-            )
+            VersionSegment(s["start"], s["end"], PolicyVersion(s["version_id"], s["timestamp"], s["step"]))
             for s in segments
         ],
         version_span=(row["oldest_version_id"], row["newest_version_id"]) if spanned else None,
@@ -95,9 +93,10 @@ def _object(row: dict[str, Any]) -> Trajectory:
 
 
 _SAME = (
-    "id group_id group_size prompt response log_probs_version bootstrap_value reward version_known "
-    "finish_reason terminated generation_time_ms parent_id source tokens_retokenized"
-).split()
+    *("id", "group_id", "group_size", "prompt", "response", "log_probs_version", "bootstrap_value", "reward"),
+    *("version_known", "finish_reason", "terminated", "generation_time_ms", "parent_id", "source"),
+    "tokens_retokenized",
+)
 
 
 def _slice(stored: list[int] | None, default: list[int]) -> list[int]:
@@ -125,7 +124,6 @@ def normalize(trajectory: Trajectory) -> Trajectory:
     t = trajectory
     prompt, response = _ints(t.prompt_tokens), _ints(t.response_tokens)
     tokens = _ints(t.tokens) or prompt + response
-    joined = not len(t.tokens)
     n_prompt = int(t.prompt_length) or len(prompt)
     n_response = int(t.response_length) or len(response)
     known = n_prompt + n_response > 0
@@ -146,10 +144,9 @@ def normalize(trajectory: Trajectory) -> Trajectory:
                 )
             values = [0] * n_prompt + values if name in TOKEN_MASKS else [0.0] * n_prompt + values
         lists[name] = values
-    if joined:
-        prompt, response = tokens[:n_prompt], tokens[n_prompt:]
     partial: dict[str, Any] = {}
     if isinstance(t, PartialTrajectory):
+        partial["continuation_prompt"] = t.continuation_prompt or ""
         partial["kv_cache_ref"] = t.kv_cache_ref if isinstance(t.kv_cache_ref, str) else None
     return replace(
         t,
@@ -159,7 +156,9 @@ def normalize(trajectory: Trajectory) -> Trajectory:
         response_length=n_response,
         tokens=tokens,
         reward=float(t.reward),
+        version=t.version and _version(t.version.version_id, t.version.timestamp, t.version.step),
         version_segments=list(t.version_segments or []),
+        version_span=None if t.version_span is None else (t.version_span[0], t.version_span[1]),
         version_known=t.version_known or derived_known(t.version_segments, t.version_span, t.version),
         metadata=_canonical(t.metadata),
         messages=_canonical(t.messages),
@@ -181,4 +180,3 @@ def _floats(values: Any) -> list[float]:
 
 def _canonical(value: Any) -> Any:
     return None if value is None else json.loads(json_text(value))
-

@@ -18,11 +18,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trajstore.codec.check import check
-from trajstore.codec.flat import FLOATS, IDS, MASK, Flat, Nulls, flatten
+from trajstore.codec.flat import FLOATS, IDS, MASK, Flat, Nulls, flatten, shorten
 from trajstore.codec.scalars import Scalars
+from trajstore.codec.versions import version_columns
 from trajstore.errors import LengthMismatchError, ValidationError
 from trajstore.schema import BY_NAME, ROW_SCHEMA, TOKEN_FLOATS, TOKEN_MASKS
-from trajstore.trajectory import PartialTrajectory, PolicyVersion, Trajectory
+from trajstore.trajectory import PartialTrajectory, Trajectory
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -42,11 +43,11 @@ def encode(trajectories: Sequence[Trajectory], *, nulls: Nulls = "error") -> pa.
         LengthMismatchError: a per-token list is as long as neither `tokens` nor the response.
         ValidationError: a value breaks the contract of the row.
     """
-    fields = _fields(trajectories)
+    rows = list(trajectories)
+    fields = _fields(rows)
     ids = [i if isinstance(i, str) else repr(i) for i in fields["id"]]
     scalars = Scalars(ids)
-    split = _split_and_tokens(fields, ids, scalars)
-    arrays: dict[str, pa.Array] = dict(split.arrays)
+    split, arrays = _split_and_tokens(fields, ids, scalars)
     shifted: dict[str, Bools] = {}
     for name in (*TOKEN_MASKS, *TOKEN_FLOATS):
         kind = MASK if name in TOKEN_MASKS else FLOATS
@@ -54,9 +55,9 @@ def encode(trajectories: Sequence[Trajectory], *, nulls: Nulls = "error") -> pa.
         arrays[name], shifted[name] = _align(flat, split, name, ids)
     for name in ("log_probs", "behavior_log_probs"):
         _refuse_loss_on_prompt(name, shifted[name], arrays["loss_mask"], split, ids)
-    arrays.update(_versions(fields, scalars))
-    arrays.update(_plain_columns(fields, ids, scalars))
-    arrays.update(_partial_columns(trajectories, scalars))
+    arrays |= version_columns(fields, scalars)
+    arrays |= _plain_columns(fields, ids, scalars)
+    arrays |= _partial_columns(rows, scalars)
     batch = pa.record_batch([arrays[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
     check(batch)
     return batch
@@ -69,10 +70,17 @@ def id_hashes(ids: Sequence[str]) -> pa.Array:
     return pa.array(np.frombuffer(digests, np.dtype("<i8")))
 
 
-def _fields(trajectories: Sequence[Trajectory]) -> Fields:
+def _fields(rows: Sequence[Trajectory]) -> Fields:
     """Field by field from one pass: objects are read once while they are in the processor's cache."""
-    rows = list(map(attrgetter(*_NAMES), trajectories))
-    columns: Iterable[Sequence[Any]] = zip(*rows, strict=True) if rows else [()] * len(_NAMES)
+    try:
+        values = list(map(attrgetter(*_NAMES), rows))
+    except AttributeError:
+        for i, row in enumerate(rows):
+            if not isinstance(row, Trajectory):
+                reason = f"found {shorten(row)}, expected a Trajectory"
+                raise ValidationError(reason, row=i, hint="Trajectory.from_dict(...) reads dicts") from None
+        raise
+    columns: Iterable[Sequence[Any]] = zip(*values, strict=True) if rows else [()] * len(_NAMES)
     return dict(zip(_NAMES, columns, strict=True))
 
 
@@ -80,17 +88,18 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Trajectory))
 
 
 class _Split:
-    """Lengths of the prompt, the response and the whole of each row, [N] int64, and whether they are known."""
+    """Tokens of the prompt, the response and the whole of each row, [N] int64, and whether they are known."""
 
     def __init__(self, total: Int64s, prompt: Int64s, response: Int64s, known: Bools) -> None:
         self.total = total
         self.prompt = prompt
         self.response = response
         self.known = known
-        self.arrays: dict[str, pa.Array] = {}
+        self.offsets = _offsets(total)
+        self.no_empty_row = bool(total.all())
 
 
-def _split_and_tokens(f: Fields, ids: Sequence[str], scalars: Scalars) -> _Split:
+def _split_and_tokens(f: Fields, ids: Sequence[str], scalars: Scalars) -> tuple[_Split, dict[str, pa.Array]]:
     tokens = flatten(f["tokens"], IDS, "tokens", ids)
     prompts = flatten(f["prompt_tokens"], IDS, "prompt_tokens", ids)
     responses = flatten(f["response_tokens"], IDS, "response_tokens", ids)
@@ -98,6 +107,11 @@ def _split_and_tokens(f: Fields, ids: Sequence[str], scalars: Scalars) -> _Split
     total = np.where(joined, prompts.lengths + responses.lengths, tokens.lengths)
     prompt = scalars.integers("prompt_length", f["prompt_length"])
     response = scalars.integers("response_length", f["response_length"])
+    negative = (prompt < 0) | (response < 0)
+    if negative.any():
+        i = int(negative.argmax())
+        name = "prompt_length" if prompt[i] < 0 else "response_length"
+        scalars.refuse(i, name, f"found {f[name][i]}, expected a number of tokens", "0 means not known")
     prompt = np.where(prompt == 0, prompts.lengths, prompt)
     response = np.where(response == 0, responses.lengths, response)
     known = (prompt + response > 0) | (total == 0)
@@ -120,21 +134,21 @@ def _split_and_tokens(f: Fields, ids: Sequence[str], scalars: Scalars) -> _Split
     flat = _fill(tokens, prompts, responses, joined, total)
     split = _Split(total, prompt, response, known)
     starts = np.cumsum(total) - total
-    split.arrays = {
-        "tokens": _list_array(flat, total, None, "tokens"),
+    unknown = None if known.all() else ~known
+    return split, {
+        "tokens": _list_array(flat, split.offsets, None, "tokens"),
         "length": pa.array(total.astype(np.int32)),
-        "prompt_length": pa.array(prompt.astype(np.int32), mask=~known),
-        "response_length": pa.array(response.astype(np.int32), mask=~known),
+        "prompt_length": pa.array(prompt.astype(np.int32), mask=unknown),
+        "response_length": pa.array(response.astype(np.int32), mask=unknown),
         "prompt_tokens": _verbatim(prompts, flat, starts, prompt, "prompt_tokens"),
         "response_tokens": _verbatim(responses, flat, starts + prompt, response, "response_tokens"),
     }
-    return split
 
 
 def _fill(tokens: Flat, prompts: Flat, responses: Flat, joined: Bools, total: Int64s) -> NDArray[np.int32]:
     """Flat tokens, where rows that came without take their prompt's and then their response's."""
     if not joined.any():
-        return tokens.values  # type: ignore[no-any-return]  # int32 by kind
+        return tokens.values
     out = np.empty(int(total.sum()), np.int32)
     starts = np.cumsum(total) - total
     _scatter(out, starts, tokens, ~joined)
@@ -157,6 +171,8 @@ def _scatter(out: NDArray[Any], targets: Int64s, rows: Flat, chosen: Bools) -> N
 def _verbatim(given: Flat, tokens: NDArray[np.int32], starts: Int64s, lengths: Int64s, name: str) -> pa.Array:
     """Null where the given ids are the slice `tokens[starts : starts + lengths]`, else the ids themselves."""
     same = given.lengths == lengths
+    if not len(given.values):
+        return _list_array(given.values, np.zeros(len(lengths) + 1, np.int32), same, name)
     compared = np.repeat(same, given.lengths)
     if compared.any():
         shift = np.repeat((starts - given.starts), given.lengths)
@@ -166,14 +182,16 @@ def _verbatim(given: Flat, tokens: NDArray[np.int32], starts: Int64s, lengths: I
         if not equal.all():
             same &= ~_any_per_row(~equal, given.lengths)
     kept = given.values if not same.any() else given.values[np.repeat(~same, given.lengths)]
-    return _list_array(kept, np.where(same, 0, given.lengths), same, name)
+    return _list_array(kept, _offsets(np.where(same, 0, given.lengths)), same, name)
 
 
 def _align(flat: Flat, split: _Split, name: str, ids: Sequence[str]) -> tuple[pa.Array, Bools]:
     """A per-token column as long as `tokens`, and which rows were given response-aligned."""
     given = flat.lengths > 0
-    if not given.any():
+    if not len(flat.values):
         return pa.nulls(len(given), BY_NAME[name].type), given
+    if split.no_empty_row and np.array_equal(flat.lengths, split.total):
+        return _list_array(flat.values, split.offsets, None, name), ~given
     full = given & (flat.lengths == split.total)
     shifted = given & ~full & split.known & (flat.lengths == split.response)
     if name == "attention_mask":
@@ -181,7 +199,9 @@ def _align(flat: Flat, split: _Split, name: str, ids: Sequence[str]) -> tuple[pa
     wrong = given & ~full & ~shifted
     if wrong.any():
         i = int(wrong.argmax())
-        response = f" or {split.response[i]} (response)" if split.known[i] and name != "attention_mask" else ""
+        response = (
+            f" or {split.response[i]} (response)" if split.known[i] and name != "attention_mask" else ""
+        )
         raise LengthMismatchError(
             f"has {flat.lengths[i]} values, expected {split.total[i]} (tokens){response}",
             row=i,
@@ -195,15 +215,15 @@ def _align(flat: Flat, split: _Split, name: str, ids: Sequence[str]) -> tuple[pa
         values = np.zeros(int(lengths.sum()), flat.values.dtype)
         targets = np.cumsum(lengths) - lengths + np.where(shifted, split.prompt, 0)
         _scatter(values, targets, flat, np.ones_like(given))
-    return _list_array(values, lengths, ~given, name), shifted
+    return _list_array(values, _offsets(lengths), ~given, name), shifted
 
 
 def _refuse_loss_on_prompt(
     name: str, shifted: Bools, loss_mask: pa.Array, split: _Split, ids: Sequence[str]
 ) -> None:
-    masked = shifted & np.asarray(loss_mask.is_valid())
-    if not masked.any():
+    if not shifted.any() or loss_mask.null_count == len(shifted):
         return
+    masked = shifted & np.asarray(loss_mask.is_valid())
     ones = np.concatenate([[0], np.cumsum(loss_mask.values.to_numpy(), dtype=np.int64)])
     starts = loss_mask.offsets.to_numpy()[:-1].astype(np.int64)
     on_prompt = masked & (ones[starts + np.where(masked, split.prompt, 0)] > ones[starts])
@@ -216,58 +236,6 @@ def _refuse_loss_on_prompt(
             column=name,
             hint="give log-probs for every token of tokens, or mask the prompt out of the loss",
         )
-
-
-def _versions(f: Fields, scalars: Scalars) -> dict[str, pa.Array]:
-    versions = f["version"]
-    segments = [row or () for row in f["version_segments"]]
-    counts = np.fromiter(map(len, segments), np.int64, len(segments))
-    entries = [s for row in segments for s in row]
-    version_id = scalars.nullable_ints("version_id", [v and v.version_id for v in versions])
-    oldest, newest = version_id, version_id
-    spans = f["version_span"]
-    if any(span is not None for span in spans):
-        low = scalars.nullable_ints("oldest_version_id", [span and span[0] for span in spans])
-        high = scalars.nullable_ints("newest_version_id", [span and span[1] for span in spans])
-        has_span = pa.array([span is not None for span in spans])
-        oldest = pa.compute.if_else(has_span, low, version_id)
-        newest = pa.compute.if_else(has_span, high, version_id)
-        both = [bool(s) and span is not None for s, span in zip(segments, spans, strict=True)]
-        if any(both):
-            scalars.refuse(both.index(True), "version_span", "is given beside version_segments", "give one")
-    columns = scalars.segments(entries, counts)
-    known_as = [
-        said or derived_known(*source)
-        for said, *source in zip(f["version_known"], segments, spans, versions, strict=True)
-    ]
-    known = counts > 0
-    if known.any():
-        ids = columns.field("version_id").to_numpy()
-        starts = (np.cumsum(counts) - counts)[known]
-        oldest = _override(oldest, known, np.minimum.reduceat(ids, starts))
-        newest = _override(newest, known, np.maximum.reduceat(ids, starts))
-    return {
-        "version_id": version_id,
-        "version_step": scalars.nullable_ints("version_step", [v and v.step for v in versions]),
-        "version_timestamp": scalars.floats("version_timestamp", [v and v.timestamp for v in versions]),
-        "version_segments": _list_array(columns, counts, counts == 0, "version_segments"),
-        "oldest_version_id": oldest,
-        "newest_version_id": newest,
-        "version_known": scalars.strings("version_known", known_as),
-    }
-
-
-def derived_known(segments: Sequence[Any], span: tuple[int, int] | None, version: PolicyVersion | None) -> str:
-    """What `version_known` says when the trajectory leaves it open."""
-    if segments:
-        return "exact"
-    if span is not None:
-        return "span"
-    return "absent" if version is None else "exact"
-
-
-def _override(base: pa.Array, rows: Bools, values: Int64s) -> pa.Array:
-    return pa.compute.replace_with_mask(base, pa.array(rows), pa.array(values))
 
 
 def _plain_columns(f: Fields, ids: Sequence[str], s: Scalars) -> dict[str, pa.Array]:
@@ -283,9 +251,12 @@ _TEXT = ("id", "group_id", "prompt", "response", "finish_reason", "parent_id", "
 
 
 def _partial_columns(ts: Sequence[Trajectory], s: Scalars) -> dict[str, pa.Array]:
-    if not any(isinstance(t, PartialTrajectory) for t in ts):
+    if not any(issubclass(kind, PartialTrajectory) for kind in set(map(type, ts))):
         return {name: pa.nulls(len(ts), BY_NAME[name].type) for name in _PARTIAL}
     partial = [t if isinstance(t, PartialTrajectory) else None for t in ts]
+    for i, p in enumerate(partial):
+        if p is not None and p.continuation_count is None:
+            s.refuse(i, "continuation_count", "found None, expected a number", "0 = not yet continued")
     caches = [p and p.kv_cache_ref for p in partial]
     dropped = sum(c is not None and not isinstance(c, str) for c in caches)
     if dropped:
@@ -295,7 +266,9 @@ def _partial_columns(ts: Sequence[Trajectory], s: Scalars) -> dict[str, pa.Array
             stacklevel=3,
         )
     return {
-        "continuation_prompt": s.strings("continuation_prompt", [p and p.continuation_prompt for p in partial]),
+        "continuation_prompt": s.strings(
+            "continuation_prompt", [p and p.continuation_prompt for p in partial]
+        ),
         "start_rollout_id": s.strings("start_rollout_id", [p and p.start_rollout_id for p in partial]),
         "kv_cache_ref": s.strings("kv_cache_ref", [c if isinstance(c, str) else None for c in caches]),
         "continuation_count": s.nullable_ints(
@@ -307,9 +280,13 @@ def _partial_columns(ts: Sequence[Trajectory], s: Scalars) -> dict[str, pa.Array
 _PARTIAL = ("continuation_prompt", "start_rollout_id", "kv_cache_ref", "continuation_count")
 
 
-def _list_array(values: Any, lengths: Int64s, null: Bools | None, name: str) -> pa.ListArray:
+def _offsets(lengths: Int64s) -> NDArray[np.int32]:
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _list_array(values: Any, offsets: NDArray[np.int32], null: Bools | None, name: str) -> pa.ListArray:
     mask = None if null is None or not null.any() else pa.array(null)
     return pa.ListArray.from_arrays(offsets, values, type=BY_NAME[name].type, mask=mask)
 
@@ -318,5 +295,3 @@ def _any_per_row(flags: Bools, lengths: Int64s) -> Bools:
     ends = np.cumsum(lengths)
     total = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
     return total[ends] > total[ends - lengths]  # type: ignore[no-any-return]  # numpy comparison
-
-

@@ -1,4 +1,4 @@
-"""Owns the way from rows of numbers (lists, arrays, tensors) to one flat numpy buffer; knows no columns' meaning.
+"""Owns rows of numbers (lists, arrays, tensors) → one flat numpy buffer; knows no column's meaning.
 
 No Python code runs per value on the good path: lists go through `struct.pack` (about half the time of
 `array.fromlist` or `pa.array`) or `bytes`, numpy rows through one `concatenate`, torch rows through one
@@ -90,7 +90,7 @@ class _Mask:
 
     def from_numeric(self, values: NDArray[Any]) -> NDArray[Any]:
         if values.dtype.kind == "f":
-            ones = values == 1
+            ones: NDArray[np.bool_] = values == 1
             if not (ones | (values == 0)).all():
                 raise ValueError
             return ones.view(np.int8)
@@ -138,9 +138,7 @@ MASK: Kind = _Mask()
 FLOATS: Kind = _Floats()
 
 
-def flatten(
-    rows: Sequence[Any], kind: Kind, column: str, ids: Sequence[str], nulls: Nulls = "error"
-) -> Flat:
+def flatten(rows: Sequence[Any], kind: Kind, column: str, ids: Sequence[str], nulls: Nulls = "error") -> Flat:
     """One flat buffer from rows of lists, numpy arrays or torch tensors; None is an empty row.
 
     Args:
@@ -203,7 +201,7 @@ def _room(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _pack(code: str, rows: list[list[Any]], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     out = _room(size, dtype)
-    target, compiled, at = memoryview(out).cast("B"), struct.Struct, 0
+    target, compiled, at = memoryview(out.data).cast("B"), struct.Struct, 0
     for row in rows:
         packed = compiled(f"{len(row)}{code}").pack(*row)  # a copy, yet faster than pack_into
         target[at : at + len(packed)] = packed
@@ -317,7 +315,10 @@ def _row_fault(row: Any, kind: Kind) -> tuple[str | None, str | None]:
         if len(row):
             _convert([row], kind, len(row))
     except _UNFIT:
-        return f"found values of type {getattr(row, 'dtype', type(row[0]).__name__)}, expected {kind.name}", None
+        return (
+            f"found values of type {getattr(row, 'dtype', type(row[0]).__name__)}, expected {kind.name}",
+            None,
+        )
     return None, None
 
 

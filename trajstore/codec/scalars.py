@@ -51,8 +51,8 @@ class Scalars:
         """The column, with None as null."""
         kind = BY_NAME[column].type
         filled, mask = values, None
-        if None in values:
-            missing = [v is None for v in values]
+        missing = [v is None for v in values]
+        if any(missing):
             if all(missing):
                 return pa.nulls(len(values), kind)
             filled, mask = [0 if v is None else v for v in values], np.array(missing, bool)
@@ -67,8 +67,8 @@ class Scalars:
     def floats(self, column: str, values: Sequence[Any]) -> pa.Array:
         """The float64 column, with None as null where the column has nulls."""
         filled, mask, nullable = values, None, BY_NAME[column].nullable
-        if nullable and None in values:
-            missing = [v is None for v in values]
+        missing = [v is None for v in values] if nullable else []
+        if any(missing):
             if all(missing):
                 return pa.nulls(len(values), pa.float64())
             filled, mask = [0.0 if v is None else v for v in values], np.array(missing, bool)
@@ -146,7 +146,7 @@ class Scalars:
     def json(self, column: str, values: Sequence[Any]) -> pa.Array:
         """Texts of JSON objects (`metadata`) or lists (`messages`), with None as null."""
         wanted, empty = (dict, "{}") if column == "metadata" else (list, "[]")
-        if not any(values) and set(map(type, values)) <= {wanted, type(None)}:
+        if set(map(type, values)) <= {wanted, type(None)} and not any(values):
             return self.strings(column, [None if value is None else empty for value in values])
         texts: list[str | None] = []
         for i, value in enumerate(values):

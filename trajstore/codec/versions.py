@@ -22,15 +22,13 @@ _DERIVED = pa.array(["absent", "exact", "span"])
 
 
 def version_columns(fields: Mapping[str, Sequence[Any]], scalars: Scalars) -> dict[str, pa.Array]:
-    """The seven version columns of N rows, from `version`, `version_segments`, `version_span`, `version_known`.
+    """The version columns of N rows, from `version`, `version_segments`, `version_span`, `version_known`.
 
     Raises:
         ValidationError: a value is not of its type, or what is given contradicts `version_known`.
     """
     versions, said = fields["version"], fields["version_known"]
-    for i, kind in enumerate(map(type, versions)):
-        if kind is not PolicyVersion and not isinstance(versions[i], PolicyVersion | None):
-            scalars.refuse(i, "version", f"found {shorten(versions[i])}, expected a PolicyVersion or None")
+    _typed(versions, "version", (PolicyVersion,), "a PolicyVersion or None", scalars)
     has_version = np.fromiter((v is not None for v in versions), bool, len(versions))
     columns = {
         "version_id": scalars.nullable_ints("version_id", [v and v.version_id for v in versions]),
@@ -57,14 +55,17 @@ def version_columns(fields: Mapping[str, Sequence[Any]], scalars: Scalars) -> di
                 scalars.refuse(i, "version_known", reason, "give them as version_span=(oldest, newest)")
             if word == "exact" and has_span[i]:
                 scalars.refuse(i, "version_known", "'exact' contradicts version_span", "say 'span' or 'list'")
-        derived = pc.coalesce(scalars.strings("version_known", [word or None for word in said]), derived)
+        words = [word or own for word, own in zip(said, derived.to_pylist(), strict=True)]
+        derived = scalars.strings("version_known", words)
     return columns | {"oldest_version_id": oldest, "newest_version_id": newest, "version_known": derived}
 
 
 _NEEDS_SPAN = ("span", "list")
 
 
-def derived_known(segments: Sequence[Any], span: tuple[int, int] | None, version: PolicyVersion | None) -> str:
+def derived_known(
+    segments: Sequence[Any], span: tuple[int, int] | None, version: PolicyVersion | None
+) -> str:
     """What `version_known` says of one trajectory that leaves it open."""
     if segments:
         return "exact"
@@ -78,8 +79,9 @@ def _spans(spans: Sequence[Any], scalars: Scalars) -> tuple[Bools, pa.Array | No
     has = np.fromiter((span is not None for span in spans), bool, len(spans))
     if not has.any():
         return has, None, None
+    _typed(spans, "version_span", (tuple, list), "(oldest, newest) or None", scalars)
     for i, span in enumerate(spans):
-        if span is not None and not (isinstance(span, (tuple, list)) and len(span) == 2 and None not in span):
+        if span is not None and (len(span) != 2 or None in span):
             scalars.refuse(i, "version_span", f"found {shorten(span)}, expected (oldest, newest)")
     low = scalars.nullable_ints("oldest_version_id", [span and span[0] for span in spans])
     high = scalars.nullable_ints("newest_version_id", [span and span[1] for span in spans])
@@ -89,13 +91,11 @@ def _spans(spans: Sequence[Any], scalars: Scalars) -> tuple[Bools, pa.Array | No
 def _segments(
     rows: Sequence[Any], scalars: Scalars
 ) -> tuple[pa.Array, Bools, pa.Array | None, pa.Array | None]:
-    """The column, which rows have segments, and their oldest and newest versions; None when no row has any."""
+    """The column, which rows have segments, and these rows' oldest and newest versions (None without any)."""
     kind = BY_NAME["version_segments"].type
+    _typed(rows, "version_segments", (list, tuple), "a list of VersionSegment", scalars)
     if not any(rows):
         return pa.nulls(len(rows), kind), np.zeros(len(rows), bool), None, None
-    for i, row in enumerate(rows):
-        if row is not None and not isinstance(row, (list, tuple)):
-            scalars.refuse(i, "version_segments", f"found {shorten(row)}, expected a list of VersionSegment")
     filled = [row or () for row in rows]
     counts = np.fromiter(map(len, filled), np.int64, len(filled))
     flat = scalars.segments(list(chain.from_iterable(filled)), counts)
@@ -106,3 +106,13 @@ def _segments(
     numbers, starts = flat.field("version_id").to_numpy(), offsets[:-1][has]
     low, high = np.minimum.reduceat(numbers, starts), np.maximum.reduceat(numbers, starts)
     return column, has, pa.array(low), pa.array(high)
+
+
+def _typed(
+    values: Sequence[Any], column: str, kinds: tuple[type, ...], expected: str, scalars: Scalars
+) -> None:
+    if set(map(type, values)) <= {*kinds, type(None)}:
+        return
+    for i, value in enumerate(values):
+        if value is not None and not isinstance(value, kinds):
+            scalars.refuse(i, column, f"found {shorten(value)}, expected {expected}")

@@ -32,8 +32,8 @@ from trajstore.trajectory import (
 )
 
 GROUP_SIZE = 4
-SLOTS = 24
-COMMIT_ROWS = 32
+SLOTS = 36
+COMMIT_ROWS = 48
 DECODE_SECONDS = 0.04
 """A step takes at least this long: real models decode slowly, and new weights must arrive in mid-sentence."""
 

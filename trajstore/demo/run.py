@@ -23,7 +23,7 @@ from trajstore.errors import TrajstoreError
 from trajstore.store import TrajectoryStore
 from trajstore.trajectory import PolicyVersion
 
-WORKERS = 3
+WORKERS = 2
 STOP_SECONDS = 60.0
 ROWS_OF_NEWEST = 48
 

@@ -56,9 +56,11 @@ def everything(
     with connect(store, current_version=current) as sql:
         _written(console, store, sql)
         _trained(console, updates)
-        _gaps(console, sql, _drift(finished, policy, current))
-        _padding(console, finished, seed)
-        sample = _sample(console, finished, current, seed)
+        facts = finished.columns(["id", "id_hash", "length", "oldest_version_id"]).to_polars()
+        facts = facts.with_columns(gap=current - pl.col("oldest_version_id"))
+        _gaps(console, sql, _drift(finished, facts, policy))
+        _padding(console, facts, seed)
+        sample = _sample(console, finished, facts, current, seed)
         _batch(console, sample)
         _learnt(console, sql)
     _next(console, store.path, current)
@@ -87,10 +89,9 @@ def _trained(console: Console, updates: Sequence[Update]) -> None:
     _say(console, f"fresh(at=version, max_staleness={MAX_STALENESS}): {spread}.")
 
 
-def _drift(scan: Scan, policy: Policy, current: int) -> dict[int, float]:
+def _drift(scan: Scan, facts: pl.DataFrame, policy: Policy) -> dict[int, float]:
     """Mean |log-ratio| of the sampled tokens at each version gap: newest against behavior policy."""
-    facts = scan.columns(["id", "oldest_version_id"]).to_polars()
-    gap_of = dict(facts.select("id", current - pl.col("oldest_version_id")).iter_rows())
+    gap_of = dict(facts.select("id", "gap").iter_rows())
     ratios: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     with torch.no_grad():
@@ -120,9 +121,8 @@ def _gaps(console: Console, sql: Connection, drift: dict[int, float]) -> None:
     _say(console, "|log-ratio|: log-probs under the newest weights against the stored behavior log-probs.")
 
 
-def _padding(console: Console, scan: Scan, seed: int) -> None:
+def _padding(console: Console, facts: pl.DataFrame, seed: int) -> None:
     _head(console, f"How much of a batch of {BATCH_ROWS} is padding?")
-    facts = scan.columns(["length", "id_hash"]).to_polars()
     lengths = facts["length"].cast(pl.Int64).to_numpy()
     keys = seeded_keys(facts["id_hash"].to_numpy(), seed)
     plans = {
@@ -142,17 +142,14 @@ def _padding(console: Console, scan: Scan, seed: int) -> None:
     )
 
 
-def _sample(console: Console, scan: Scan, current: int, seed: int) -> Scan:
-    def count(scan: Scan) -> Counter[int]:
-        oldest = scan.columns(["oldest_version_id"]).to_polars()["oldest_version_id"]
-        return Counter((current - oldest).to_list())
-
-    before = count(scan)
+def _sample(console: Console, scan: Scan, facts: pl.DataFrame, current: int, seed: int) -> Scan:
+    before = Counter(facts["gap"].to_list())
     n = SAMPLED_OF_EACH_GAP * len(before)
     _head(console, "A stratified sample: as many rows of each version gap")
     _code(console, f'stratified_sample(scan, {n}, by="version_gap", at={current}, seed={seed})')
     sample = stratified_sample(scan, n, by="version_gap", at=current, seed=seed)
-    after = count(sample)
+    oldest = sample.columns(["oldest_version_id"]).to_polars()["oldest_version_id"]
+    after = Counter((current - oldest).to_list())
     _table(
         console,
         ("version gap", "rows", "sampled"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trajstore.demo import task
-from trajstore.demo.policy import Policy, log_probs_of, pad, publish
+from trajstore.demo.policy import Adam, Policy, log_probs_of, pad, publish
 from trajstore.demo.rollout import GROUP_SIZE
 from trajstore.errors import TrajstoreError
 from trajstore.loader import TrajectoryLoader
@@ -70,12 +70,12 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.policy = Policy()
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=2e-3)
+        self.optimizer = Adam(self.policy, rate=2e-3)
 
     def warm_up(self) -> None:
         """A little supervised training on short words, so that something earns a reward; then version 0."""
         words = random.Random(self.seed)
-        optimizer = torch.optim.Adam(self.policy.parameters(), lr=3e-3)
+        optimizer = Adam(self.policy, rate=3e-3)
         for _ in range(WARM_UP_STEPS):
             drawn = [task.draw_word(words, WARM_UP_LONGEST) for _ in range(BATCH_ROWS)]
             prompts = [task.tokens_of(task.prompt_of(word)) for word in drawn]
@@ -148,10 +148,9 @@ class Trainer:
         gain: Tensor = (ratio * advantage * log_probs)[mask].mean()
         return -gain
 
-    def _descend(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-        optimizer.zero_grad()
+    def _descend(self, optimizer: Adam, loss: Tensor) -> None:
+        self.policy.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         optimizer.step()
 
     def _stamp(self, version_id: int) -> PolicyVersion:

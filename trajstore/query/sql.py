@@ -14,8 +14,6 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as pads
-import pyarrow.fs
 
 from trajstore.errors import CorruptFileError, QueryError
 from trajstore.store import Scan, TrajectoryStore
@@ -106,11 +104,10 @@ def _stored(scan: Scan) -> Any:
     """What DuckDB reads: the snapshot's files as a dataset, or the chosen rows of a narrowed scan."""
     if "oldest_version_id" not in scan.schema.names:
         scan = scan.columns([*scan.schema.names, "oldest_version_id"])
-    paths = scan.data_files()
-    if not scan.is_whole or not paths:
+    if not scan.is_whole or not scan.data_files():
         return scan.to_arrow()
     try:
-        return pads.dataset(paths, scan.schema, format="parquet", filesystem=pyarrow.fs.LocalFileSystem())
+        return scan.to_dataset()
     except (OSError, pa.ArrowException) as error:
         raise CorruptFileError(
             f"a data file cannot be read: {error}",

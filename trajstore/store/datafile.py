@@ -1,10 +1,8 @@
-"""Owns what one data file is to the log and to its reader, and durability on disk; knows neither."""
+"""Owns what one data file is to the log and to its reader; knows neither of the two."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,3 @@ class DataFile:
     low: dict[str, int] = field(default_factory=dict)
     high: dict[str, int] = field(default_factory=dict)
     nulls: dict[str, int] = field(default_factory=dict)
-
-
-def sync(path: Path) -> None:
-    """Makes the bytes of a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ import hashlib
 import os
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,7 +19,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trajstore.errors import CorruptFileError
-from trajstore.store.datafile import DataFile, sync
+from trajstore.store.datafile import DataFile
+from trajstore.store.place import Place
 
 ROW_GROUP_ROWS = 1024
 
@@ -40,10 +40,10 @@ class FileWriter:
     Used as a context manager it removes what is half-written when the block fails.
     """
 
-    def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        self.folder = folder
+    def __init__(self, place: Place, schema: pa.Schema) -> None:
+        self.place = place
         self.schema = schema
-        self._aside = folder / f"part-{uuid.uuid4().hex}.tmp"
+        self._aside = place.aside(f"part-{uuid.uuid4().hex}.tmp")
         self._sink: BinaryIO = self._aside.open("wb")
         self._hashed = _Hashed(self._sink)
         self._rows = 0
@@ -86,8 +86,7 @@ class FileWriter:
         size = self._sink.tell()
         self._sink.close()
         name = f"{self._aside.stem}-{self._hashed.digest.hexdigest()}.parquet"
-        self._aside.rename(self.folder / name)
-        sync(self.folder)
+        self.place.publish(self._aside, name)
         return DataFile(name, self._rows, size, self._low, self._high, self._nulls)
 
     def abort(self) -> None:
@@ -163,11 +162,11 @@ def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
     return [(path, kind)]
 
 
-def read(folder: Path, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64] | None = None) -> pa.Table:
+def read(place: Place, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64] | None = None) -> pa.Table:
     """Columns of one file, those it does not have as null.
 
     Args:
-        folder: the table's folder.
+        place: the table's.
         file: which file.
         schema: the columns to read.
         rows: positions to read, ascending; None reads all. Row groups without any are not touched.
@@ -175,14 +174,13 @@ def read(folder: Path, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64
     Raises:
         CorruptFileError: the file is missing or cannot be read.
     """
-    path = folder / file.name
     try:
-        parquet = pq.ParquetFile(path, pre_buffer=False)
+        parquet = pq.ParquetFile(place.open(file.name), pre_buffer=place.folder is None)
         there = [name for name in schema.names if name in parquet.schema_arrow.names]
         table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
     except (OSError, pa.ArrowException) as error:
         raise CorruptFileError(
-            f"data file {path} cannot be read: {error}",
+            f"data file {place.url(file.name)} cannot be read: {error}",
             hint="restore the file from a backup, or go back to a snapshot that does not use it",
         ) from error
     count = table.num_rows if there else file.rows if rows is None else len(rows)
@@ -204,11 +202,11 @@ def _read_rows(parquet: pq.ParquetFile, columns: Sequence[str], rows: NDArray[np
     return pa.concat_tables(parts) if parts else parquet.schema_arrow.empty_table().select(columns)
 
 
-def column_bytes(folder: Path, files: Sequence[DataFile]) -> dict[str, int]:
+def column_bytes(place: Place, files: Sequence[DataFile]) -> dict[str, int]:
     """Compressed bytes of each column over all files, from the footers."""
     total: dict[str, int] = {}
     for file in files:
-        metadata = pq.read_metadata(folder / file.name)
+        metadata = pq.ParquetFile(place.open(file.name)).metadata
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             for i in range(row_group.num_columns):

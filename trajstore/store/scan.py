@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as pads
 from numpy.typing import NDArray
 
 from trajstore import layouts
-from trajstore.batch import TrajectoryBatch, pads
+from trajstore.batch import TrajectoryBatch, pad_values
 from trajstore.errors import QueryError
 from trajstore.layouts import Rows
 from trajstore.selection import Limit, Step, Where
@@ -90,7 +91,7 @@ class Scan:
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self._steps)
-        return f"Scan({str(self._table.folder)!r}, snapshot={self.snapshot}{steps})"
+        return f"Scan({str(self._table.place)!r}, snapshot={self.snapshot}{steps})"
 
     # Chaining
 
@@ -168,11 +169,23 @@ class Scan:
         """The row source that loaders take: scalars of a batch and addresses of these list columns."""
         names = [*layouts.SCALARS, *columns]
         schema = pa.schema([self._table.schema.field(n) for n in names if n in self._table.schema.names])
-        return Rows.from_arrow(self._read(schema), pads(self._table.schema))
+        return Rows.from_arrow(self._read(schema), pad_values(self._table.schema))
 
     def data_files(self) -> list[str]:
         """Paths of the files the snapshot is made of, for readers of one's own."""
-        return [str(self._table.folder / file.name) for file in self._table.files()]
+        return [self._table.place.url(file.name) for file in self._table.files()]
+
+    def to_dataset(self) -> pads.Dataset:
+        """The snapshot's files as an Arrow dataset, for engines that push down filters and columns.
+
+        Raises:
+            QueryError: the scan is narrowed, which a list of files cannot say.
+        """
+        if self._steps:
+            raise QueryError("a narrowed scan is not a set of files", hint="use to_arrow()")
+        place = self._table.place
+        paths = [place.path(file.name) for file in self._table.files()]
+        return pads.dataset(paths, self.schema, format="parquet", filesystem=place.filesystem)
 
     @property
     def is_whole(self) -> bool:
@@ -210,7 +223,7 @@ class Scan:
         schema = pa.schema([f for f in self._table.schema if f.name in names])
         parts = []
         for number, file in enumerate(kept):
-            part = pl.from_arrow(files.read(self._table.folder, file, schema))
+            part = pl.from_arrow(files.read(self._table.place, file, schema))
             assert isinstance(part, pl.DataFrame)
             parts.append(
                 part.with_columns(
@@ -237,7 +250,7 @@ class Scan:
             rows, back = np.unique(chosen.row[mine], return_inverse=True)
             file = chosen.files[number]
             whole = len(rows) == file.rows
-            tables.append(files.read(self._table.folder, file, schema, None if whole else rows))
+            tables.append(files.read(self._table.place, file, schema, None if whole else rows))
             position[mine] = done + back
             done += len(rows)
         if not tables:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pyarrow as pa
 
 from trajstore.store import files
 from trajstore.store.files import FileWriter
-from trajstore.store.table import Table, is_store
+from trajstore.store.place import Place
+from trajstore.store.table import Table
 
 QUARANTINE = "quarantine"
 
@@ -54,31 +54,31 @@ class Refused:
     trajectory: str
 
 
-def side_folder(store: Path, name: str) -> Path:
+def side_place(store: Place, name: str) -> Place:
     """Where a store keeps the side table of that name."""
-    return store / "_trajstore" / name
+    return store.child(f"_trajstore/{name}")
 
 
-def quarantine(store: Path, refused: Sequence[Refused], writer_id: str, batch_no: int) -> None:
+def quarantine(store: Place, refused: Sequence[Refused], writer_id: str, batch_no: int) -> None:
     """Commits refused rows with their reasons; a resend of the same batch adds nothing."""
-    folder = side_folder(store, QUARANTINE)
-    table = Table.open(folder) if is_store(folder) else Table.create(folder, QUARANTINE_SCHEMA)
+    place = side_place(store, QUARANTINE)
+    table = Table.open(place) if place.is_table() else Table.create(place, QUARANTINE_SCHEMA)
     now = datetime.now(UTC)
     rows = [vars(r) | {"writer_id": writer_id, "batch_no": batch_no, "quarantined_at": now} for r in refused]
-    with FileWriter(folder, QUARANTINE_SCHEMA) as writer:
+    with FileWriter(place, QUARANTINE_SCHEMA) as writer:
         writer.write(pa.RecordBatch.from_pylist(rows, QUARANTINE_SCHEMA))
         file = writer.close()
     # Its own numbering: a writer's good batches and its quarantined ones do not come in step.
     key = f"{writer_id}/{batch_no}"
     if table.commit([file], writer_id=key, batch_no=0, operation="quarantine") is None:
-        (folder / file.name).unlink()
+        place.delete(file.name)
 
 
-def quarantined(store: Path) -> pa.Table:
+def quarantined(store: Place) -> pa.Table:
     """All refused rows with their reasons, in order of arrival; empty when there are none."""
-    folder = side_folder(store, QUARANTINE)
-    if not is_store(folder):
+    place = side_place(store, QUARANTINE)
+    if not place.is_table():
         return QUARANTINE_SCHEMA.empty_table()
-    table = Table.open(folder)
-    parts = [files.read(folder, file, QUARANTINE_SCHEMA) for file in table.files()]
+    table = Table.open(place)
+    parts = [files.read(place, file, QUARANTINE_SCHEMA) for file in table.files()]
     return pa.concat_tables(parts) if parts else QUARANTINE_SCHEMA.empty_table()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from trajstore.schema import Column, extra_columns, with_extra
 from trajstore.store import files, side
 from trajstore.store.datafile import DataFile
 from trajstore.store.files import FileWriter
+from trajstore.store.place import Place
 from trajstore.store.scan import Scan
 from trajstore.store.side import Refused
 from trajstore.store.table import Snapshot, Table
@@ -62,45 +63,73 @@ class Commit:
 
 
 class TrajectoryStore:
-    """A transactional table of trajectories in a local folder.
+    """A transactional table of trajectories, in a local folder or on an object store.
 
     Make one with `create` or `open`. Appends are atomic; a scan is pinned to the snapshot at which it was
     made. Do not fork a process that holds an open store: spawn, and open it there.
     """
 
-    def __init__(self, path: Path, table: Table) -> None:
-        self.path = path
+    def __init__(self, place: Place, table: Table) -> None:
+        self._place = place
         self._table = table
         self._writer_id = uuid.uuid4().hex
         self._batch_no = 0
         self._pinned: Table | None = None
 
     @classmethod
-    def create(cls, path: str | Path, *, extra: Sequence[Column] = ()) -> TrajectoryStore:
+    def create(
+        cls,
+        path: str | Path | Place,
+        *,
+        extra: Sequence[Column] = (),
+        storage_options: Mapping[str, str] | None = None,
+    ) -> TrajectoryStore:
         """A new, empty store.
 
         Args:
-            path: a folder that does not exist or is empty.
+            path: a folder that does not exist or is empty, or `s3://bucket/prefix`.
             extra: columns of your own, all nullable.
+            storage_options: for S3, by the names of the environment variables (AWS_ENDPOINT_URL, ...),
+                which are used otherwise.
 
         Raises:
             StoreExistsError: there is something at the path.
             SchemaError: an extra column's name is taken, or it is not nullable.
         """
-        return cls(Path(path), Table.create(Path(path), with_extra(extra)))
+        place = Place.of(path, storage_options)
+        return cls(place, Table.create(place, with_extra(extra)))
 
     @classmethod
-    def open(cls, path: str | Path) -> TrajectoryStore:
-        """The store at a path.
+    def open(
+        cls, path: str | Path | Place, *, storage_options: Mapping[str, str] | None = None
+    ) -> TrajectoryStore:
+        """The store at a path or an `s3://` URI.
 
         Raises:
             StoreNotFoundError: there is none.
             FormatVersionError: a newer trajstore wrote it.
         """
-        return cls(Path(path), Table.open(Path(path)))
+        place = Place.of(path, storage_options)
+        return cls(place, Table.open(place))
 
     def __repr__(self) -> str:
-        return f"TrajectoryStore({str(self.path)!r}, snapshot={self.snapshot})"
+        return f"TrajectoryStore({str(self._place)!r}, snapshot={self.snapshot})"
+
+    @property
+    def path(self) -> Path:
+        """The folder of the store.
+
+        Raises:
+            InputError: the store is not on a local disk.
+        """
+        if self._place.folder is None:
+            raise InputError(f"{self._place} is not a folder", hint="use uri")
+        return self._place.folder
+
+    @property
+    def uri(self) -> str:
+        """Where the store is, as a URI."""
+        return self._place.uri
 
     @property
     def snapshot(self) -> int:
@@ -147,16 +176,16 @@ class TrajectoryStore:
         Raises:
             QueryError: there is no such snapshot.
         """
-        return type(self)(self.path, Table.open(self.path, snapshot))
+        return type(self)(self._place, Table.open(self._place, snapshot))
 
     def column_bytes(self) -> dict[str, int]:
         """Compressed bytes of each column in the newest snapshot."""
         self._table.refresh()
-        return files.column_bytes(self.path, self._table.files())
+        return files.column_bytes(self._place, self._table.files())
 
     def quarantined(self) -> pa.Table:
         """Rows that were refused with on_error="quarantine", with their reasons."""
-        return side.quarantined(self.path)
+        return side.quarantined(self._place)
 
     def _newest(self) -> Table:
         """A table of its own, so that a scan stays where it is when this handle moves on."""
@@ -164,7 +193,7 @@ class TrajectoryStore:
             return self._table
         self._table.refresh()
         if self._pinned is None or self._pinned.snapshot != self._table.snapshot:
-            self._pinned = Table.open(self.path, self._table.snapshot)
+            self._pinned = Table.open(self._place, self._table.snapshot)
         return self._pinned
 
     # Writing
@@ -205,12 +234,12 @@ class TrajectoryStore:
         if last is not None and batch_no <= last:
             return Commit(self.snapshot, 0, 0, True, (), {})
         refused: list[Refused] = []
-        with _Files(self.path, self._table.schema) as out:
+        with _Files(self._place, self._table.schema) as out:
             for batch in self._encoded(rows, nulls, refused if on_error == "quarantine" else None):
                 out.write(stamp(conform(batch, self._storable())))
             done = out.finish()
             if refused:
-                side.quarantine(self.path, refused, writer_id, batch_no)
+                side.quarantine(self._place, refused, writer_id, batch_no)
             if not done and anonymous:
                 return Commit(self.snapshot, 0, 0, False, tuple(refused), {})
             snapshot = self._table.commit(done, writer_id=writer_id, batch_no=batch_no)
@@ -339,8 +368,8 @@ class _Stamp:
 class _Files:
     """The data files of one append; removed again unless they are committed."""
 
-    def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        self.folder = folder
+    def __init__(self, place: Place, schema: pa.Schema) -> None:
+        self.place = place
         self.schema = schema
         self.committed = False
         self.not_finite: dict[str, int] = {}
@@ -355,11 +384,11 @@ class _Files:
             self._open.abort()
         if not self.committed:
             for file in self._done:
-                (self.folder / file.name).unlink(missing_ok=True)
+                self.place.delete(file.name)
 
     def write(self, batch: pa.RecordBatch) -> None:
         if self._open is None:
-            self._open = FileWriter(self.folder, self.schema)
+            self._open = FileWriter(self.place, self.schema)
         self._open.write(batch.select(self.schema.names).cast(self.schema))
         for name, rows in _not_finite(batch):
             self.not_finite[name] = self.not_finite.get(name, 0) + rows

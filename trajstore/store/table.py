@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +27,8 @@ from trajstore.errors import (
     StoreNotFoundError,
 )
 from trajstore.schema import FORMAT_VERSION, check_format
-from trajstore.store.datafile import DataFile, sync
+from trajstore.store.datafile import DataFile
+from trajstore.store.place import LOG, Place
 
 COMMIT_ATTEMPTS = 100
 
@@ -67,10 +67,10 @@ class LogFile(DataFile):
 
 
 class Table:
-    """A handle on one snapshot of a Delta table in a local folder."""
+    """A handle on one snapshot of a Delta table."""
 
-    def __init__(self, folder: Path, delta: DeltaTable, *, pinned: bool) -> None:
-        self.folder = folder
+    def __init__(self, place: Place, delta: DeltaTable, *, pinned: bool) -> None:
+        self.place = place
         self.pinned = pinned
         self._delta = delta
         self.schema: pa.Schema = _arrow_schema(delta)
@@ -79,65 +79,69 @@ class Table:
         self._arrivals_up_to = -1
 
     @classmethod
-    def create(cls, folder: Path, schema: pa.Schema) -> Table:
+    def create(cls, place: Place, schema: pa.Schema) -> Table:
         """A new, empty table.
 
         Raises:
-            StoreExistsError: the folder exists and is not empty, or is not a folder.
+            StoreExistsError: something is there already.
         """
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            what = "a store" if is_store(folder) else "something else"
+        if not place.is_free():
+            what = "a store" if place.is_table() else "something else"
             hint = "open it, or choose another path" if what == "a store" else "choose another path"
-            raise StoreExistsError(f"{folder} already holds {what}", hint=hint)
+            raise StoreExistsError(f"{place} already holds {what}", hint=hint)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if place.folder is not None:
+                place.folder.mkdir(parents=True, exist_ok=True)
             delta = DeltaTable.create(
-                folder.absolute().as_uri(),
+                place.uri,
                 schema,
                 mode="error",
                 name="trajstore",
                 configuration=_CONFIGURATION | {_FORMAT_KEY: str(FORMAT_VERSION)},
+                storage_options=place.options,
                 raise_if_key_not_exists=False,
                 commit_properties=CommitProperties(custom_metadata={"trajstore": '{"operation": "create"}'}),
             )
         except OSError as error:
-            raise InputError(f"cannot create a store at {folder}: {error}") from error
-        _sync_log(folder, 0)
-        return cls(folder, delta, pinned=False)
+            raise InputError(f"cannot create a store at {place}: {error}") from error
+        except DeltaError as error:
+            raise StoreExistsError(f"{place} was made by another process meanwhile: {error}") from error
+        _sync_log(place, 0)
+        return cls(place, delta, pinned=False)
 
     @classmethod
-    def open(cls, folder: Path, snapshot: int | None = None) -> Table:
+    def open(cls, place: Place, snapshot: int | None = None) -> Table:
         """The newest snapshot of a table, or the one asked for, which stays as it is.
 
         Raises:
-            StoreNotFoundError: there is no store in the folder.
+            StoreNotFoundError: there is no store there.
             FormatVersionError: a newer trajstore wrote it.
             QueryError: it has no such snapshot.
         """
-        if not folder.is_dir() or not is_store(folder):
-            hint = f"make one: trajstore import FILE {folder}"
-            raise StoreNotFoundError(f"there is no store at {folder}", hint=hint)
+        if not place.is_table():
+            hint = f"make one: trajstore import FILE {place}"
+            raise StoreNotFoundError(f"there is no store at {place}", hint=hint)
         try:
-            delta = DeltaTable(folder.absolute().as_uri())
+            delta = DeltaTable(place.uri, storage_options=place.options)
             newest = delta.version()
             if snapshot is not None:
                 if not 0 <= snapshot <= newest:
                     raise QueryError(
-                        f"{folder} has no snapshot {snapshot}", hint=f"snapshots go from 0 to {newest}"
+                        f"{place} has no snapshot {snapshot}", hint=f"snapshots go from 0 to {newest}"
                     )
                 delta.load_as_version(snapshot)
         except TableNotFoundError as error:
-            raise StoreNotFoundError(f"there is no store at {folder}") from error
+            raise StoreNotFoundError(f"there is no store at {place}") from error
         except DeltaError as error:
-            raise CorruptFileError(f"the log of {folder} cannot be read: {error}") from error
+            raise CorruptFileError(f"the log of {place} cannot be read: {error}") from error
         found = delta.metadata().configuration.get(_FORMAT_KEY)
         if found is None:
             raise StoreNotFoundError(
-                f"{folder} is a Delta table, but trajstore did not write it",
+                f"{place} is a Delta table, but trajstore did not write it",
                 hint="read it with pyarrow or polars and append the rows to a store",
             )
-        check_format(int(found), str(folder))
-        return cls(folder, delta, pinned=snapshot is not None)
+        check_format(int(found), str(place))
+        return cls(place, delta, pinned=snapshot is not None)
 
     @property
     def snapshot(self) -> int:
@@ -161,10 +165,9 @@ class Table:
 
     def _arrival(self) -> dict[str, int]:
         for number in range(self._arrivals_up_to + 1, self.snapshot + 1):
-            entry = _log_path(self.folder, number)
-            if entry.exists():
-                for line in entry.read_text().splitlines():
-                    if line.startswith('{"add"'):
+            if self.place.exists(_entry(number)):
+                for line in self.place.read(_entry(number)).splitlines():
+                    if line.startswith(b'{"add"'):
                         self._arrivals.setdefault(json.loads(line)["add"]["path"], number)
         self._arrivals_up_to = self.snapshot
         return self._arrivals
@@ -203,7 +206,7 @@ class Table:
             if self._is_in(writer_id, batch_no):
                 return None
             for file in files:
-                if not (self.folder / file.name).exists():
+                if not self.place.exists(file.name):
                     raise ConflictError(
                         f"data file {file.name} went away before its commit",
                         hint="a vacuum with too short a retention ran; append the rows again",
@@ -215,7 +218,7 @@ class Table:
             except CommitFailedError:
                 time.sleep(random.uniform(0, 0.002 * min(attempt + 1, 25)))
                 continue
-            _sync_log(self.folder, base + 1)  # no retries inside: the commit is the one after base
+            _sync_log(self.place, base + 1)  # no retries inside: the commit is the one after base
             self.refresh()
             return base + 1
         raise ConflictError(
@@ -238,11 +241,6 @@ class Table:
     def history(self) -> list[Snapshot]:
         """Every snapshot up to this one, oldest first."""
         return [_snapshot(entry) for entry in reversed(self._delta.history())]
-
-
-def is_store(folder: Path) -> bool:
-    """Whether a folder holds a table's log."""
-    return (folder / "_delta_log").is_dir()
 
 
 def _arrow_schema(delta: DeltaTable) -> pa.Schema:
@@ -286,11 +284,11 @@ def _log_file(action: Mapping[str, Any], snapshot: int) -> LogFile:
     )
 
 
-def _log_path(folder: Path, number: int) -> Path:
-    return folder / "_delta_log" / f"{number:020d}.json"
+def _entry(number: int) -> str:
+    return f"{LOG}/{number:020d}.json"
 
 
-def _sync_log(folder: Path, number: int) -> None:
+def _sync_log(place: Place, number: int) -> None:
     """delta-rs never fsyncs: without this a power cut can take the newest commits away in silence."""
-    sync(_log_path(folder, number))
-    sync(folder / "_delta_log")
+    place.sync(_entry(number))
+    place.sync(LOG)

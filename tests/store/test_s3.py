@@ -1,0 +1,93 @@
+"""The same store on an object store: a real S3 server on this machine."""
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+
+from trajstore import (
+    InputError,
+    LengthMismatchError,
+    StoreExistsError,
+    StoreNotFoundError,
+    Trajectory,
+    TrajectoryStore,
+)
+from trajstore.codec import normalize
+from trajstore.ingest import ingest
+from trajstore.query import connect
+
+
+@pytest.fixture
+def uri() -> str:
+    return f"s3://bucket/{uuid.uuid4().hex}/with space"
+
+
+def rows(first: int, count: int) -> list[Trajectory]:
+    return [
+        Trajectory(id=f"r{i}", tokens=[i, i + 1], prompt_length=1, reward=1.0)
+        for i in range(first, first + count)
+    ]
+
+
+def test_the_path_of_a_row_is_the_same(uri: str, s3_options: dict[str, str]) -> None:
+    store = TrajectoryStore.create(uri, storage_options=s3_options)
+    store.append(rows(0, 5), writer_id="w", batch_no=0)
+    assert store.append(rows(0, 5), writer_id="w", batch_no=0).already_in
+    store.append(rows(5, 5))
+    again = TrajectoryStore.open(uri, storage_options=s3_options)
+    assert again.scan().to_trajectories() == [normalize(t) for t in rows(0, 10)]
+    assert again.at(1).count() == 5
+    assert connect(again).sql("select sum(length) n from trajectories").to_pylist() == [{"n": 20}]
+    assert sum(again.column_bytes().values()) > 0
+    assert again.uri == uri
+    with pytest.raises(InputError, match="is not a folder"):
+        _ = again.path
+
+
+def test_nothing_is_left_of_a_refused_append(uri: str, s3_options: dict[str, str]) -> None:
+    store = TrajectoryStore.create(uri, storage_options=s3_options)
+    before = store._place.entries()
+    with pytest.raises(LengthMismatchError):
+        store.append([*rows(0, 3), Trajectory(id="bad", tokens=[1], log_probs=[1.0, 2.0])])
+    assert store._place.entries() == before
+    commit = store.append(
+        [*rows(0, 3), Trajectory(id="bad", tokens=[1], log_probs=[1.0, 2.0])], on_error="quarantine"
+    )
+    assert (commit.rows, commit.quarantined, len(store.quarantined())) == (3, 1, 1)
+
+
+def test_two_handles_commit_in_turn(uri: str, s3_options: dict[str, str]) -> None:
+    a = TrajectoryStore.create(uri, storage_options=s3_options)
+    b = TrajectoryStore.open(uri, storage_options=s3_options)
+    for k in range(4):
+        a.append(rows(10 * k, 2), writer_id="a", batch_no=k)
+        b.append(rows(10 * k + 5, 2), writer_id="b", batch_no=k)
+    assert a.count() == b.count() == 16
+
+
+def test_what_is_not_there_and_what_is(uri: str, s3_options: dict[str, str]) -> None:
+    with pytest.raises(StoreNotFoundError):
+        TrajectoryStore.open(uri, storage_options=s3_options)
+    TrajectoryStore.create(uri, storage_options=s3_options)
+    with pytest.raises(StoreExistsError):
+        TrajectoryStore.create(uri, storage_options=s3_options)
+    with pytest.raises(InputError, match="scheme 'gs'"):
+        TrajectoryStore.open("gs://bucket/x")
+
+
+def test_import_by_environment_makes_a_store_or_leaves_nothing(
+    uri: str, s3_options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_options.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": "a", "tokens": [1, -2]}) + "\n")
+    with pytest.raises(InputError, match=r"a.jsonl:1"):
+        ingest(path, uri)
+    with pytest.raises(StoreNotFoundError):
+        TrajectoryStore.open(uri)
+    path.write_text(json.dumps({"id": "a", "tokens": [1, 2]}) + "\n")
+    assert ingest(path, uri).created
+    assert TrajectoryStore.open(uri).count() == 1

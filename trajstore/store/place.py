@@ -1,0 +1,168 @@
+"""Owns where files are, on a disk or an object store, and their durability; knows not what they hold."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlparse
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from trajstore.errors import InputError
+
+LOG = "_delta_log"
+
+
+class Entry(NamedTuple):
+    """A file below a place: its path from there, its size, and when it was last written (seconds)."""
+
+    name: str
+    bytes: int
+    modified: float
+
+
+class Place:
+    """A folder on disk or a prefix of a bucket; names of files are relative to it."""
+
+    def __init__(
+        self, given: str, uri: str, filesystem: pafs.FileSystem, root: str, options: Mapping[str, str]
+    ) -> None:
+        self._given = given
+        self.uri = uri
+        self.filesystem = filesystem
+        self.root = root
+        self.options = dict(options)
+
+    @classmethod
+    def of(cls, where: str | Path | Place, options: Mapping[str, str] | None = None) -> Place:
+        """The place that a path or an `s3://` URI names.
+
+        Args:
+            where: a path, or `s3://bucket/prefix`.
+            options: for S3, the usual names (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+                AWS_REGION, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP); what is not there comes from the environment.
+
+        Raises:
+            InputError: the URI has another scheme.
+        """
+        if isinstance(where, Place):
+            return where
+        scheme = urlparse(str(where)).scheme if "://" in str(where) else ""
+        if scheme == "s3":
+            found = {**{k: v for k, v in os.environ.items() if k.startswith("AWS_")}, **(options or {})}
+            root = str(where).removeprefix("s3://").rstrip("/")
+            return cls(str(where), f"s3://{root}", _s3(found), root, found)
+        if scheme:
+            raise InputError(
+                f"{where} has the scheme {scheme!r}", hint="a store is a local path or s3://bucket/prefix"
+            )
+        folder = Path(where).absolute()
+        return cls(str(where), folder.as_uri(), pafs.LocalFileSystem(), str(folder), options or {})
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, None on an object store."""
+        return Path(self.root) if isinstance(self.filesystem, pafs.LocalFileSystem) else None
+
+    def __str__(self) -> str:
+        return self._given
+
+    def child(self, name: str) -> Place:
+        """The place below this one."""
+        uri = f"{self.uri}/{name}" if self.folder is None else (self.folder / name).as_uri()
+        return Place(f"{self}/{name}", uri, self.filesystem, self.path(name), self.options)
+
+    def path(self, name: str) -> str:
+        """What the filesystem calls a file."""
+        return f"{self.root}/{name}"
+
+    def url(self, name: str) -> str:
+        """What other programs call a file: an absolute path, or an URI."""
+        return self.path(name) if self.folder is not None else f"{self.uri}/{name}"
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return bool(self.filesystem.get_file_info(self.path(name)).type == pafs.FileType.File)
+
+    def is_table(self) -> bool:
+        """Whether a commit log is here."""
+        return bool(self.entries(LOG))
+
+    def is_free(self) -> bool:
+        """Whether nothing is here yet: no file, and no folder with anything in it."""
+        if self.folder is not None:
+            return not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir()))
+        return not self.entries()
+
+    def entries(self, below: str = "") -> list[Entry]:
+        """All files below a name, at any depth."""
+        base = self.path(below) if below else self.root
+        found = self.filesystem.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=True))
+        cut = len(self.root) + 1
+        return [
+            Entry(info.path[cut:], info.size, (info.mtime_ns or 0) / 1e9)
+            for info in found
+            if info.type == pafs.FileType.File
+        ]
+
+    def open(self, name: str) -> pa.NativeFile:
+        """A file for random reading."""
+        return self.filesystem.open_input_file(self.path(name))
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a file."""
+        with self.filesystem.open_input_stream(self.path(name), compression=None) as stream:
+            return bytes(stream.read())
+
+    def delete(self, name: str) -> None:
+        """Removes a file that is there."""
+        self.filesystem.delete_file(self.path(name))
+
+    def aside(self, name: str) -> Path:
+        """Where to write a file before it is published: on the same disk, else in the temp folder."""
+        return (self.folder or Path(tempfile.gettempdir())) / name
+
+    def publish(self, aside: Path, name: str) -> None:
+        """Gives a finished, durable file its name; it appears whole or not at all."""
+        if self.folder is not None:
+            aside.rename(self.folder / name)
+            self.sync("")
+            return
+        pafs.copy_files(
+            str(aside),
+            self.path(name),
+            source_filesystem=pafs.LocalFileSystem(),
+            destination_filesystem=self.filesystem,
+        )
+        aside.unlink()
+
+    def sync(self, name: str) -> None:
+        """Makes the bytes of a file, or the names in a folder, survive a power cut; buckets do so at once."""
+        if self.folder is not None:
+            sync(self.folder / name)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _s3(options: Mapping[str, str]) -> pafs.S3FileSystem:
+    endpoint = options.get("AWS_ENDPOINT_URL", "")
+    scheme, _, host = endpoint.rpartition("://")
+    return pafs.S3FileSystem(
+        access_key=options.get("AWS_ACCESS_KEY_ID"),
+        secret_key=options.get("AWS_SECRET_ACCESS_KEY"),
+        session_token=options.get("AWS_SESSION_TOKEN"),
+        region=options.get("AWS_REGION") or options.get("AWS_DEFAULT_REGION"),
+        endpoint_override=host or None,
+        scheme=scheme or None,
+    )
