@@ -7,7 +7,9 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint bench schemas clean
 
 demo: $(READY)
-	@$(BIN)/trajstore demo
+	@rm -rf trajstore-demo
+	@$(BIN)/trajstore demo trajstore-demo
+	@echo "(trajstore is $(BIN)/trajstore here; 'source $(BIN)/activate' puts it on your path)"
 
 test: $(READY) lint
 	$(BIN)/python -m pytest
@@ -25,7 +27,7 @@ schemas: $(READY)
 	$(BIN)/python -c 'import pathlib, trajstore.schema; trajstore.schema.write(pathlib.Path("schemas"))'
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) trajstore-demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trajstore needs Python 3.11 or newer, this is " + sys.version)'
