@@ -99,7 +99,6 @@ class Shape:
         return self.prompt + self.response
 
 
-
 def _segments(draw: st.DrawFn, shape: Shape) -> list[VersionSegment]:
     """Segments that cover all tokens, in order."""
     cuts = sorted(draw(st.sets(st.integers(1, shape.total - 1), max_size=2))) if shape.total > 1 else []
@@ -186,7 +185,9 @@ def trajectories(draw: st.DrawFn, *, partial: bool | None = None) -> Trajectory:
 def same(left: Any, right: Any) -> bool:
     """Equality of dataclass instances, lists and dicts in which NaN equals NaN and 0.0 is not -0.0."""
     if isinstance(left, float) and isinstance(right, float):
-        return bool(np.array(left).tobytes() == np.array(right).tobytes()) or (left != left and right != right)
+        return bool(np.array(left).tobytes() == np.array(right).tobytes()) or (
+            left != left and right != right
+        )
     if isinstance(left, dict):
         return (
             isinstance(right, dict)

@@ -227,7 +227,7 @@ def table_of(rows: Sequence[Row], cut: int = 0) -> pa.Table:
     return pa.concat_tables([whole.slice(1, cut), whole.slice(1 + cut, len(rows) - cut)])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batch_rows, st.integers(0, 5), st.integers(0, 9), st.sampled_from(["nan", "zero"]))
 def test_a_padded_batch_is_what_the_design_says(rows: list[Row], cut: int, pad_id: int, missing: Any) -> None:
     extra = ("action_mask", "values", "token_rewards", "entropy", "flags")

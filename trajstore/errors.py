@@ -12,6 +12,7 @@ The tree, grouped by what a handler would do next::
     │   ├── QueryError             a predicate, SQL text or sampling request cannot be run
     │   ├── StoreNotFoundError     no store there
     │   └── StoreExistsError       a store or another thing is already there
+    ├── StorageError               the disk or the object store refused: make room or get access
     ├── ConflictError              another writer was first: read again, then decide
     └── CorruptFileError           bytes on disk are damaged: restore or repair
 
@@ -44,8 +45,7 @@ class TrajstoreError(Exception):
 
 
 def _rebuild(cls: type[TrajstoreError], message: str, state: dict[str, object]) -> TrajstoreError:
-    error = cls.__new__(cls)
-    Exception.__init__(error, message)
+    error = cls(message)  # every subclass takes its message first; __new__ alone refuses OSError's children
     error.__dict__.update(state)
     return error
 
@@ -76,6 +76,8 @@ class ValidationError(InputError):
         where = []
         if row is not None:
             where.append(f"trajectory {row}" + (f" (id {id!r})" if id else ""))
+        elif id:
+            where.append(f"trajectory {id!r}")
         if column is not None:
             where.append(f"column {column!r}")
         super().__init__(f"{', '.join(where)}: {reason}" if where else reason, hint=hint)
@@ -125,6 +127,12 @@ class StoreExistsError(InputError, FileExistsError):
 
 class ConflictError(TrajstoreError, RuntimeError):
     """Another writer committed first, or a writer's batches come out of order."""
+
+
+class StorageError(TrajstoreError, OSError):
+    """The disk or the object store refused a write; nothing was committed."""
+
+    __str__ = TrajstoreError.__str__
 
 
 class CorruptFileError(TrajstoreError, OSError):

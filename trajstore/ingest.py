@@ -12,7 +12,7 @@ from trajstore.errors import ImportFormatError, StoreExistsError, ValidationErro
 from trajstore.importers import ImportOptions, detect, open_importer
 from trajstore.importers.tokenizer import load_tokenizer
 from trajstore.store import Commit, Place, TrajectoryStore
-from trajstore.store.store import OnError
+from trajstore.store.append import OnError
 from trajstore.trajectory import Trajectory
 
 AUTO = "auto"

@@ -47,7 +47,7 @@ class Column:
 
     def __post_init__(self) -> None:
         listed = pa.types.is_list(self.type)
-        if (self.role == "token" and not listed) or (self.role == "scalar" and listed):
+        if listed == (self.role == "scalar"):
             raise SchemaError(
                 f"column {self.name!r}: role {self.role!r} does not go with type {self.type}",
                 hint="token and list columns are lists (trajstore.schema.list_of), scalars are not",

@@ -349,7 +349,7 @@ def test_a_closed_pipe_is_no_traceback(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(*(row(i) for i in range(50))))
     run("import", "a.jsonl", "s")
     trajstore = Path(sys.executable).with_name("trajstore")
-    query = "select * from range(200000)"
+    query = "select * from range(5000)"
     done = subprocess.run(
         f"'{trajstore}' sql s '{query}' | head -n 2",
         shell=True,

@@ -103,7 +103,9 @@ def test_strategies_reach_every_field(kind: type[Trajectory]) -> None:
     @given(trajectories(partial=kind is PartialTrajectory))
     def collect(row: Trajectory) -> None:
         found = normalize(row)
-        varied.update(f.name for f in fields(kind) if not same(getattr(found, f.name), getattr(default, f.name)))
+        varied.update(
+            f.name for f in fields(kind) if not same(getattr(found, f.name), getattr(default, f.name))
+        )
 
     collect()
     assert varied == {field.name for field in fields(kind)}

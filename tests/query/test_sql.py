@@ -316,11 +316,10 @@ def test_a_query_reads_nothing_else_and_writes_nowhere(
     before = everything(store.path, tmp_path)
     file = store.scan().data_files()[0]
     text = query.format(store=store.path, out=out, secret=secret, file=file)
-    for source in (store, store.scan("true")):
-        with connect(source) as connection:
-            with pytest.raises(QueryError):
-                connection.sql(text)
-            assert connection.sql("select count(*) as n from trajectories").to_pylist() == [{"n": 9}]
+    with connect(store.scan("true") if text.startswith("copy") else store) as connection:
+        with pytest.raises(QueryError):
+            connection.sql(text)
+        assert connection.sql("select count(*) as n from trajectories").to_pylist() == [{"n": 9}]
     assert everything(store.path, tmp_path) == before
 
 

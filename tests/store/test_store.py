@@ -101,8 +101,8 @@ def test_nothing_is_committed_when_one_row_is_bad(store: TrajectoryStore) -> Non
 def test_a_bad_row_in_a_later_chunk_leaves_no_file(
     store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.store.store.CHUNK_ROWS", 4)
-    monkeypatch.setattr("trajstore.store.store.FILE_BYTES", 1)
+    monkeypatch.setattr("trajstore.store.append.CHUNK_ROWS", 4)
+    monkeypatch.setattr("trajstore.store.append.FILE_BYTES", 1)
     rows = [rollout(i) for i in range(10)]
     rows[9].loss_mask = [1]
     with pytest.raises(ValidationError, match="trajectory 9"):
@@ -133,7 +133,7 @@ def test_quarantine_commits_the_good_rows_and_keeps_the_bad_with_reasons(store: 
 def test_quarantine_of_every_row_commits_nothing_but_the_writers_number(store: TrajectoryStore) -> None:
     bad = [Trajectory(id="x", tokens=[-1])]
     assert store.append(bad, on_error="quarantine").rows == 0
-    assert store.snapshot == 0
+    assert store.snapshot == 1
     store.append(bad, on_error="quarantine", writer_id="w", batch_no=0)
     resent = store.append(bad, on_error="quarantine", writer_id="w", batch_no=0)
     assert resent.already_in

@@ -15,6 +15,7 @@ from trajstore.errors import TrajstoreError
 
 NO_WIDTH_LIMIT = 100_000
 CELL = 60
+TERMINAL_ROWS = 200
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -32,9 +33,12 @@ def table(rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] = (), tit
     for name in names:
         numeric = bool(rows) and all(isinstance(r[name], (int, float, type(None))) for r in rows)
         made.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
+    shown = rows[:TERMINAL_ROWS] if out.is_terminal else rows
+    for row in shown:
         made.add_row(*(cell(row[name], cut=out.is_terminal) for name in names))
     out.print(made)
+    if len(shown) < len(rows):
+        out.print(f"{len(rows) - len(shown):,} more rows; a pipe or --json gets all of them")
 
 
 def pairs(title: str, values: Mapping[str, Any]) -> None:

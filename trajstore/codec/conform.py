@@ -38,7 +38,7 @@ def _cast(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
             raise SchemaError(f"column {field.name!r} is missing", hint=f"give it as {field.type}")
         return pa.nulls(batch.num_rows, field.type)
     array = batch.column(field.name)
-    if array.type == field.type:
+    if array.type.equals(field.type, check_metadata=True):  # names too: readers address `tokens.list.element`
         return array
     if array.null_count == len(array):
         return pa.nulls(len(array), field.type)

@@ -7,7 +7,6 @@ steps: most generations go on under them, some are aborted and continued later.
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import time
 import traceback
@@ -197,8 +196,6 @@ class Rollouts:
 
 def work(name: str, store: Path, weights: Path, seed: int, stop: Event) -> None:
     """What a worker process runs, until it is told to stop or its parent is gone."""
-    # Ctrl-C reaches the whole group of processes; the parent is the one who decides what to do about it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         rollouts = Rollouts(name, TrajectoryStore.open(store), weights, seed)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -84,8 +86,9 @@ def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -
     }
     trainer = Trainer(weights, seed)
     try:
-        for worker in workers.values():
-            worker.start()
+        with _interrupts_ignored():
+            for worker in workers.values():
+                worker.start()
         trainer.warm_up()
         updates = []
         while trainer.version.version_id < VERSIONS - 1:
@@ -146,6 +149,19 @@ def _emptied_on_failure(store_path: Path, *, made: bool) -> Iterator[None]:
         if not made:
             store_path.mkdir()
         raise
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes started in here never see Ctrl-C, not even while they import: we end them ourselves."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may say so
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

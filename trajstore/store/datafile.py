@@ -1,8 +1,12 @@
-"""Owns what one data file is to the log and to its reader; knows neither of the two."""
+"""Owns what the log says of data files and snapshots, as plain values; knows no log and no file."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,59 @@ class DataFile:
     low: dict[str, int] = field(default_factory=dict)
     high: dict[str, int] = field(default_factory=dict)
     nulls: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One committed state of a table.
+
+    Attributes:
+        snapshot: its number.
+        timestamp: when it was committed, UTC.
+        operation: what was done: create, append, ...
+        rows: rows it added.
+        writer_id: who did it, when known.
+    """
+
+    snapshot: int
+    timestamp: datetime
+    operation: str
+    rows: int
+    writer_id: str | None
+
+
+@dataclass(frozen=True)
+class LogFile(DataFile):
+    """A data file as the log has it; `snapshot` is the one that brought it."""
+
+    snapshot: int = 0
+
+
+def read_snapshot(entry: Mapping[str, Any]) -> Snapshot:
+    """A snapshot from an entry of the log's history."""
+    note = json.loads(entry.get("trajstore", "{}"))
+    return Snapshot(
+        snapshot=entry["version"],
+        timestamp=datetime.fromtimestamp(entry["timestamp"] / 1000, UTC),
+        operation=note.get("operation", entry.get("operation", "").lower()),
+        rows=note.get("rows", 0),
+        writer_id=note.get("writer_id"),
+    )
+
+
+def log_file(action: Mapping[str, Any], snapshot: int) -> LogFile:
+    """A data file from a flattened add action."""
+
+    def statistics(prefix: str) -> dict[str, Any]:
+        found = ((k.removeprefix(prefix), v) for k, v in action.items() if k.startswith(prefix))
+        return {name: value for name, value in found if value is not None}
+
+    return LogFile(
+        name=action["path"],
+        rows=action["num_records"],
+        bytes=action["size_bytes"],
+        low=statistics("min."),
+        high=statistics("max."),
+        nulls=statistics("null_count."),
+        snapshot=snapshot,
+    )

@@ -18,8 +18,8 @@ from trajstore.errors import QueryError
 from trajstore.layouts import Rows
 from trajstore.selection import Limit, Step, Where
 from trajstore.store import files
-from trajstore.store.datafile import DataFile
-from trajstore.store.table import LogFile, Table
+from trajstore.store.datafile import DataFile, LogFile
+from trajstore.store.table import Table
 from trajstore.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ We write our own Parquet files and use Delta Lake as a log of which files make u
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
@@ -23,14 +22,20 @@ from trajstore.errors import (
     CorruptFileError,
     InputError,
     QueryError,
+    SchemaError,
+    StorageError,
     StoreExistsError,
     StoreNotFoundError,
 )
 from trajstore.schema import FORMAT_VERSION, check_format
-from trajstore.store.datafile import DataFile
+from trajstore.store.datafile import DataFile, LogFile, Snapshot, log_file, read_snapshot
 from trajstore.store.place import LOG, Place
 
 COMMIT_ATTEMPTS = 100
+
+# Names of application transactions in the log, beside those of writers.
+_EPOCH, _RESTORED, _MAINTENANCE = "trajstore-epoch", "trajstore-restored-to", "trajstore-maintenance"
+_ALREADY_IN = -1
 
 _FORMAT_KEY = "trajstore.formatVersion"
 _CONFIGURATION = {
@@ -38,32 +43,6 @@ _CONFIGURATION = {
     "delta.logRetentionDuration": "interval 36500 days",  # history is the point
     "delta.appendOnly": "false",
 }
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One committed state of a table.
-
-    Attributes:
-        snapshot: its number.
-        timestamp: when it was committed, UTC.
-        operation: what was done: create, append, ...
-        rows: rows it added.
-        writer_id: who did it, when known.
-    """
-
-    snapshot: int
-    timestamp: datetime
-    operation: str
-    rows: int
-    writer_id: str | None
-
-
-@dataclass(frozen=True)
-class LogFile(DataFile):
-    """A data file as the log has it; `snapshot` is the one that brought it."""
-
-    snapshot: int = 0
 
 
 class Table:
@@ -159,7 +138,7 @@ class Table:
         if self._files is None or self._files[0] != self.snapshot:
             arrivals = self._arrival()
             actions = pa.table(self._delta.get_add_actions(flatten=True)).to_pylist()
-            files = [_log_file(action, arrivals.get(action["path"], 0)) for action in actions]
+            files = [log_file(action, arrivals.get(action["path"], 0)) for action in actions]
             self._files = (self.snapshot, sorted(files, key=lambda f: (f.snapshot, f.name)))
         return self._files[1]
 
@@ -172,10 +151,24 @@ class Table:
         self._arrivals_up_to = self.snapshot
         return self._arrivals
 
+    @property
+    def epoch(self) -> int:
+        """How often the table was restored; a writer's batch numbers are counted within an epoch."""
+        return int(self._delta.transaction_version(_EPOCH) or 0)
+
     def committed_batch(self, writer_id: str) -> int | None:
-        """The last batch number that this writer has committed, None when it has none."""
-        last = self._delta.transaction_version(writer_id)
-        return None if last is None else int(last)
+        """The last batch number of this writer that is in the table, None when none is.
+
+        After a restore it is the last one that the restored snapshot held: what was rolled back may be
+        sent again.
+        """
+        last = self._delta.transaction_version(_application(writer_id, self.epoch))
+        if last is not None:
+            return int(last)
+        if self.epoch == 0:
+            return None
+        restored = int(self._delta.transaction_version(_RESTORED) or 0)
+        return Table.open(self.place, restored).committed_batch(writer_id)
 
     def commit(
         self, files: Sequence[DataFile], *, writer_id: str, batch_no: int, operation: str = "append"
@@ -190,41 +183,93 @@ class Table:
         Raises:
             ConflictError: the batch number is not the writer's next, or others won every attempt.
         """
-        if self.pinned:
-            raise InputError("this handle is pinned to a snapshot", hint="open the store to write to it")
-        now = int(time.time() * 1000)
-        actions: list[AddAction | RemoveAction] = [_add_action(file, now) for file in files]
         note = {"operation": operation, "rows": sum(f.rows for f in files), "writer_id": writer_id}
-        properties = CommitProperties(
-            custom_metadata={"trajstore": json.dumps(note)},
-            app_transactions=[Transaction(writer_id, batch_no, now)],
-            max_commit_retries=0,
-        )
-        for attempt in range(COMMIT_ATTEMPTS):
-            self.refresh()
-            base = self.snapshot
+
+        def attempt() -> int | None:
             if self._is_in(writer_id, batch_no):
-                return None
+                return _ALREADY_IN
             for file in files:
                 if not self.place.exists(file.name):
                     raise ConflictError(
                         f"data file {file.name} went away before its commit",
                         hint="a vacuum with too short a retention ran; append the rows again",
                     )
-            try:
-                self._delta.create_write_transaction(
-                    actions, "append", self._delta.schema(), commit_properties=properties
-                )
-            except CommitFailedError:
-                time.sleep(random.uniform(0, 0.002 * min(attempt + 1, 25)))
-                continue
-            _sync_log(self.place, base + 1)  # no retries inside: the commit is the one after base
+            transactions = {_application(writer_id, self.epoch): batch_no}
+            return self._attempt([_add_action(file, data_change=True) for file in files], note, transactions)
+
+        made = self._until_committed(attempt)
+        return None if made == _ALREADY_IN else made
+
+    def swap(
+        self,
+        remove: Sequence[LogFile],
+        add: Sequence[DataFile],
+        *,
+        operation: str,
+        data_change: bool = True,
+        transactions: Mapping[str, int] | None = None,
+    ) -> int:
+        """Replaces live files by others in one compare-and-swap step and returns the new snapshot.
+
+        Raises:
+            ConflictError: another maintainer has rewritten one of the files meanwhile: plan again.
+        """
+        note = {"operation": operation, "rows": sum(f.rows for f in add) - sum(f.rows for f in remove)}
+        gone = {file.name for file in remove}
+
+        def attempt() -> int | None:
+            missing = gone - {file.name for file in self.files()}
+            if missing:
+                raise ConflictError(f"{len(missing)} files were rewritten by another maintainer meanwhile")
+            actions: list[AddAction | RemoveAction] = [
+                *(_remove_action(file, data_change) for file in remove),
+                *(_add_action(file, data_change) for file in add),
+            ]
+            # Two swaps of the same files must not both pass: the counter makes them conflict.
+            counter = int(self._delta.transaction_version(_MAINTENANCE) or 0) + 1
+            return self._attempt(actions, note, {_MAINTENANCE: counter, **(transactions or {})})
+
+        return self._until_committed(attempt)
+
+    def _until_committed(self, attempt: Callable[[], int | None]) -> int:
+        if self.pinned:
+            raise InputError("this handle is pinned to a snapshot", hint="open the store to write to it")
+        for number in range(COMMIT_ATTEMPTS):
             self.refresh()
-            return base + 1
+            made = attempt()
+            if made is not None:
+                return made
+            time.sleep(random.uniform(0, 0.002 * min(number + 1, 25)))
         raise ConflictError(
             f"other writers were first {COMMIT_ATTEMPTS} times; nothing was committed",
             hint="append fewer, larger batches",
         )
+
+    def _attempt(
+        self,
+        actions: list[AddAction | RemoveAction],
+        note: Mapping[str, Any],
+        transactions: Mapping[str, int],
+    ) -> int | None:
+        """One commit against the snapshot of this handle; None when another one was first."""
+        base = self.snapshot
+        now = int(time.time() * 1000)
+        properties = CommitProperties(
+            custom_metadata={"trajstore": json.dumps(note)},
+            app_transactions=[Transaction(name, number, now) for name, number in transactions.items()],
+            max_commit_retries=0,  # a strict compare-and-swap
+        )
+        try:
+            self._delta.create_write_transaction(
+                actions, "append", self._delta.schema(), commit_properties=properties
+            )
+        except CommitFailedError:
+            return None
+        except (DeltaError, OSError) as error:
+            raise StorageError(f"the commit could not be written to {self.place}: {error}") from error
+        _sync_log(self.place, base + 1)
+        self.refresh()
+        return base + 1
 
     def _is_in(self, writer_id: str, batch_no: int) -> bool:
         last = self.committed_batch(writer_id)
@@ -238,50 +283,95 @@ class Table:
             )
         return False
 
+    def restore(self, snapshot: int) -> int:
+        """Makes the table as it was at a snapshot, as a new snapshot and in a new epoch.
+
+        Raises:
+            QueryError: there is no such snapshot.
+            CorruptFileError: a file of that snapshot was vacuumed.
+        """
+        past = {file.name: file for file in Table.open(self.place, snapshot).files()}
+        for name in past:
+            if not self.place.exists(name):
+                raise CorruptFileError(
+                    f"snapshot {snapshot} cannot be restored: its file {name} is gone",
+                    hint="tag snapshots to keep them through a vacuum",
+                )
+        while True:
+            self.refresh()
+            live = {file.name: file for file in self.files()}
+            try:
+                return self.swap(
+                    [file for name, file in live.items() if name not in past],
+                    [file for name, file in past.items() if name not in live],
+                    operation="restore",
+                    transactions={_EPOCH: self.epoch + 1, _RESTORED: snapshot},
+                )
+            except ConflictError:
+                continue
+
+    def add_columns(self, fields: Sequence[pa.Field]) -> int:
+        """Adds nullable columns; files that do not have them are read as null there.
+
+        Raises:
+            SchemaError: a column of that name is there already.
+        """
+        for _ in range(COMMIT_ATTEMPTS):
+            self.refresh()
+            for added in fields:
+                if added.name in self.schema.names:
+                    raise SchemaError(f"column {added.name!r} is already there", hint="choose another name")
+            base = self.snapshot
+            note = json.dumps({"operation": "add_column", "rows": 0})
+            properties = CommitProperties(custom_metadata={"trajstore": note}, max_commit_retries=0)
+            try:
+                self._delta.alter.add_columns(
+                    list(Schema.from_arrow(pa.schema(fields)).fields), commit_properties=properties
+                )
+            except CommitFailedError:
+                continue
+            _sync_log(self.place, base + 1)
+            self.refresh()
+            return base + 1
+        raise ConflictError(f"other writers were first {COMMIT_ATTEMPTS} times; no column was added")
+
+    def vacuum(self, retention_hours: float, keep: Sequence[int], *, dry_run: bool) -> list[str]:
+        """Names of files that no kept snapshot and no recent one uses; removed unless `dry_run`."""
+        self.refresh()
+        return self._delta.vacuum(
+            retention_hours=math.ceil(retention_hours),
+            dry_run=dry_run,
+            enforce_retention_duration=False,
+            full=True,
+            keep_versions=sorted({*keep, self.snapshot}),
+        )
+
     def history(self) -> list[Snapshot]:
         """Every snapshot up to this one, oldest first."""
-        return [_snapshot(entry) for entry in reversed(self._delta.history())]
+        return [read_snapshot(entry) for entry in reversed(self._delta.history())]
 
 
 def _arrow_schema(delta: DeltaTable) -> pa.Schema:
     return pa.schema(delta.schema().to_arrow())
 
 
-def _snapshot(entry: Mapping[str, Any]) -> Snapshot:
-    note = json.loads(entry.get("trajstore", "{}"))
-    return Snapshot(
-        snapshot=entry["version"],
-        timestamp=datetime.fromtimestamp(entry["timestamp"] / 1000, UTC),
-        operation=note.get("operation", entry.get("operation", "").lower()),
-        rows=note.get("rows", 0),
-        writer_id=note.get("writer_id"),
-    )
+def _application(writer_id: str, epoch: int) -> str:
+    return writer_id if epoch == 0 else f"{writer_id}@{epoch}"
 
 
-def _add_action(file: DataFile, now: int) -> AddAction:
+def _remove_action(file: LogFile, data_change: bool) -> RemoveAction:
+    return RemoveAction(file.name, data_change, int(time.time() * 1000), file.bytes, {})
+
+
+def _add_action(file: DataFile, data_change: bool) -> AddAction:
     statistics = {
         "numRecords": file.rows,
         "minValues": file.low,
         "maxValues": file.high,
         "nullCount": file.nulls,
     }
-    return AddAction(file.name, file.bytes, {}, now, True, json.dumps(statistics))
-
-
-def _log_file(action: Mapping[str, Any], snapshot: int) -> LogFile:
-    def statistics(prefix: str) -> dict[str, Any]:
-        found = ((k.removeprefix(prefix), v) for k, v in action.items() if k.startswith(prefix))
-        return {name: value for name, value in found if value is not None}
-
-    return LogFile(
-        name=action["path"],
-        rows=action["num_records"],
-        bytes=action["size_bytes"],
-        low=statistics("min."),
-        high=statistics("max."),
-        nulls=statistics("null_count."),
-        snapshot=snapshot,
-    )
+    now = int(time.time() * 1000)
+    return AddAction(file.name, file.bytes, {}, now, data_change, json.dumps(statistics))
 
 
 def _entry(number: int) -> str:
