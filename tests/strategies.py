@@ -1,8 +1,9 @@
-"""Hypothesis strategies for trajectories over all fields, as users hold them: lists, numpy arrays, torch tensors."""
+"""Hypothesis strategies for trajectories over all fields, as users hold them: lists, arrays, tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def _segments(draw: st.DrawFn, shape: Shape) -> list[VersionSegment]:
     """Segments that cover all tokens, in order."""
     cuts = sorted(draw(st.sets(st.integers(1, shape.total - 1), max_size=2))) if shape.total > 1 else []
     edges = [0, *cuts, shape.total]
-    return [VersionSegment(a, b, draw(versions)) for a, b in zip(edges, edges[1:], strict=False)]
+    return [VersionSegment(a, b, draw(versions)) for a, b in pairwise(edges)]
 
 
 def _version_fields(draw: st.DrawFn, shape: Shape) -> dict[str, Any]:

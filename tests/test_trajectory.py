@@ -177,7 +177,7 @@ def test_version_gap(current: PolicyVersion | int) -> None:
     assert Trajectory(version=PolicyVersion(4)).get_version_gap(current) == 3
     assert Trajectory(version=PolicyVersion(9)).get_version_gap(current) == -2
     assert version_number(current) == 7
-    with pytest.raises(ValidationError, match="trajectory 'x', column 'version'.* not known"):
+    with pytest.raises(ValidationError, match=r"trajectory 'x', column 'version'.* not known"):
         Trajectory(id="x").get_version_gap(current)
 
 

@@ -1,4 +1,4 @@
-"""ns per token value of objects → record batch, next to pyarrow's own ways and memcpy, in one interleaved run.
+"""ns per token value, objects → record batch, next to pyarrow's own ways and memcpy, in one interleaved run.
 
 Run: python tests/bench/codec.py [rounds]. Rows of ~300 and of ~1000 tokens carry six per-token columns;
 contenders take turns, and the median of the process's CPU time (all its threads) is printed. Each does this:
@@ -138,7 +138,7 @@ def compare(count: int, mean: int, rounds: int) -> None:
     tokens = batch.column("tokens").values
     values = len(tokens) * len(RAGGED)
     print(
-        f"\n{count} rows of ~{mean} tokens, {values} values in {len(RAGGED)} columns, median of {rounds} rounds"
+        f"\n{count} rows of ~{mean} tokens, {len(RAGGED)} columns, {values} values, median of {rounds} rounds"
     )
     print(f"{'':36}{'ns/value':>9}{'rows/s':>10}{'x ready':>9}{'x objects':>10}{'x pa.array':>11}")
     for name, t in taken.items():

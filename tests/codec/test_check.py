@@ -1,4 +1,4 @@
-"""Somebody's Arrow columns: what `conform` casts, what it and `check` refuse, and what slices and nulls hide."""
+"""Given Arrow columns: what `conform` casts, what it and `check` refuse, what slices and nulls hide."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_long_batch_names_the_row_behind_other_segments() -> None:
     rows = [Trajectory(id=str(i), tokens=[1, 2], version_segments=spans if i % 2 else []) for i in range(6)]
     rows[3].version_segments = [VersionSegment(0, 1, PolicyVersion(1))]
     rows[3].loss_mask = [1, 1]
-    with pytest.raises(ValidationError, match="trajectory 3 .* token at index 1"):
+    with pytest.raises(ValidationError, match=r"trajectory 3 .* token at index 1"):
         encode(rows)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -71,20 +71,25 @@ def id_hashes(ids: Sequence[str]) -> pa.Array:
 
 
 def _fields(rows: Sequence[Trajectory]) -> Fields:
-    """Field by field from one pass: objects are read once while they are in the processor's cache."""
+    """Field by field, in blocks of rows that stay in the processor's cache while they are turned over."""
+    columns: list[list[Any]] = [[] for _ in _NAMES]
+    read = attrgetter(*_NAMES)
     try:
-        values = list(map(attrgetter(*_NAMES), rows))
+        for start in range(0, len(rows), _BLOCK):
+            turned = zip(*map(read, rows[start : start + _BLOCK]), strict=True)
+            for column, values in zip(columns, turned, strict=True):
+                column.extend(values)
     except AttributeError:
         for i, row in enumerate(rows):
             if not isinstance(row, Trajectory):
                 reason = f"found {shorten(row)}, expected a Trajectory"
                 raise ValidationError(reason, row=i, hint="Trajectory.from_dict(...) reads dicts") from None
         raise
-    columns: Iterable[Sequence[Any]] = zip(*values, strict=True) if rows else [()] * len(_NAMES)
     return dict(zip(_NAMES, columns, strict=True))
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Trajectory))
+_BLOCK = 256
 
 
 class _Split:

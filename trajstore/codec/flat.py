@@ -13,7 +13,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise
+from itertools import compress, pairwise
 from numbers import Integral, Real
 from operator import attrgetter, methodcaller
 from typing import Any, Literal, Protocol
@@ -161,7 +161,7 @@ def flatten(rows: Sequence[Any], kind: Kind, column: str, ids: Sequence[str], nu
         return Flat(np.empty(0, kind.dtype), lengths)
     filled = rows if lengths.all() else list(compress(rows, lengths))
     try:
-        return Flat(_convert(filled, kind, size), lengths)
+        return Flat(_convert(filled, kind, lengths[lengths > 0]), lengths)
     except _UNFIT:
         if nulls == "nan" and kind is FLOATS:
             mended = [_mended(row) for row in rows]
@@ -181,16 +181,18 @@ def _lengths(rows: Sequence[Any]) -> NDArray[np.int64]:
         return np.fromiter(map(len, rows), np.int64, len(rows))
 
 
-def _convert(rows: Sequence[Any], kind: Kind, size: int) -> NDArray[Any]:
+def _convert(rows: Sequence[Any], kind: Kind, lengths: NDArray[np.int64]) -> NDArray[Any]:
+    """The flat values of rows none of which is empty."""
+    size = int(lengths.sum())
     types = set(map(type, rows))
     if types == {list}:
         return kind.from_lists(list(rows), size)
     if types == {np.ndarray}:
         return _join(list(rows), kind, size)
     if all(map(_is_tensor, types)):
-        return kind.from_numeric(_cat(list(rows), kind, size))
+        return kind.from_numeric(_cat(list(rows), kind, lengths))
     if len(types) > 1 and (np.ndarray in types or any(map(_is_tensor, types))):
-        return np.concatenate([_convert([row], kind, len(row)) for row in rows])
+        return np.concatenate([_convert([row], kind, np.array([len(row)])) for row in rows])
     return kind.from_lists([_listed(row) for row in rows], size)
 
 
@@ -223,18 +225,19 @@ def _join(rows: list[NDArray[Any]], kind: Kind, size: int) -> NDArray[Any]:
     return kind.from_lists([flat.tolist()], size) if flat.dtype.kind == "O" else kind.from_numeric(flat)
 
 
-def _cat(rows: list[Any], kind: Kind, size: int) -> NDArray[Any]:
+def _cat(rows: list[Any], kind: Kind, lengths: NDArray[np.int64]) -> NDArray[Any]:
     # A tensor exists, so its module is loaded: the codec itself never imports torch.
     torch = sys.modules["torch"]
+    if set(map(attrgetter("dtype"), rows)) == {getattr(torch, kind.dtype.name)}:
+        ends = np.cumsum(lengths).tolist()
+        out = _room(ends[-1], kind.dtype)
+        try:
+            _cat_blocks(torch, rows, ends, torch.from_numpy(out))
+            return out
+        except RuntimeError:  # rows on a device, with gradients, or of more dimensions
+            pass
     if set(map(attrgetter("ndim"), rows)) != {1}:
         raise ValueError
-    if set(map(attrgetter("dtype"), rows)) == {getattr(torch, kind.dtype.name)}:
-        out = _room(size, kind.dtype)
-        try:
-            _cat_blocks(torch, rows, torch.from_numpy(out))
-            return out
-        except RuntimeError:  # rows on a device, or with gradients
-            pass
     flat = torch.cat([row.detach().cpu() for row in rows])
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.to(torch.float32)
@@ -245,14 +248,16 @@ _TORCH_GRAIN = 32_768
 """From so many values on torch wakes its threads, which costs more processor time than the copy itself."""
 
 
-def _cat_blocks(torch: Any, rows: list[Any], out: Any) -> None:
-    ends = list(accumulate(map(methodcaller("numel"), rows)))
+def _cat_blocks(torch: Any, rows: list[Any], ends: list[int], out: Any) -> None:
+    """Joins rows, which end at `ends`, in `out` [ends[-1]]; RuntimeError when it cannot."""
     cuts, sizes, at = [0], [], 0
     while cuts[-1] < len(rows):
         cuts.append(max(cuts[-1] + 1, bisect_left(ends, at + _TORCH_GRAIN)))
         sizes.append(ends[cuts[-1] - 1] - at)
         at += sizes[-1]
     for (first, last), block in zip(pairwise(cuts), out.split(sizes), strict=True):
+        if rows[first].ndim != 1:  # torch itself refuses rows that differ in it, and would resize `out`
+            raise RuntimeError
         torch.cat(rows[first:last], out=block)
 
 
@@ -313,7 +318,7 @@ def _row_fault(row: Any, kind: Kind) -> tuple[str | None, str | None]:
             return f"{shorten(value)} at index {index} {wrong}, expected {kind.name}", None
     try:
         if len(row):
-            _convert([row], kind, len(row))
+            _convert([row], kind, np.array([len(row)]))
     except _UNFIT:
         return (
             f"found values of type {getattr(row, 'dtype', type(row[0]).__name__)}, expected {kind.name}",
