@@ -173,7 +173,11 @@ def test_places(lines: Lines) -> None:
 @pytest.mark.parametrize(
     ("bad", "message", "hint"),
     [
-        ({"id": "b", "rewrd": 1}, "trajectory 'b': unknown field 'rewrd'", "put extra values under 'metadata'"),
+        (
+            {"id": "b", "rewrd": 1},
+            "trajectory 'b': unknown field 'rewrd'",
+            "put extra values under 'metadata'",
+        ),
         ({"status": "done"}, "column 'status': cannot be read from 'done'", "give one of pending"),
         ({"version": {"id": 3}}, "column 'version': cannot be read from", '{"version_id": 3'),
         ({"version_segments": [{"start": 1}]}, "column 'version_segments': cannot be read", '"end": 9'),

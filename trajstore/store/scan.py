@@ -67,12 +67,23 @@ class Scan:
     """
 
     def __init__(
-        self, table: Table, steps: Sequence[Step] = (), columns: Sequence[str] | None = None
+        self,
+        table: Table,
+        steps: Sequence[Step] = (),
+        columns: Sequence[str] | None = None,
+        *,
+        only: Sequence[LogFile] | None = None,
     ) -> None:
         self._table = table
+        self._only = None if only is None else tuple(only)
         self._steps = tuple(steps)
         self._columns = None if columns is None else tuple(columns)
         self._chosen: _Chosen | None = None
+        if self._columns is not None and (not self._columns or len(set(self._columns)) < len(self._columns)):
+            raise QueryError(
+                f"columns is {list(self._columns)}, expected one name or more, each once",
+                hint="leave columns out to get all of them",
+            )
         for name in self._columns or ():
             if name not in table.schema.names:
                 known = ", ".join(table.schema.names)
@@ -97,7 +108,7 @@ class Scan:
 
     def then(self, step: Step) -> Scan:
         """The scan narrowed by one more step."""
-        return Scan(self._table, (*self._steps, step), self._columns)
+        return Scan(self._table, (*self._steps, step), self._columns, only=self._only)
 
     def filter(self, where: Any) -> Scan:
         """Keeps rows for which `where` is true.
@@ -121,14 +132,14 @@ class Scan:
 
     def columns(self, names: Sequence[str]) -> Scan:
         """Reads only these columns."""
-        return Scan(self._table, self._steps, names)
+        return Scan(self._table, self._steps, names, only=self._only)
 
     # Terminal verbs
 
     def count(self) -> int:
         """Number of rows; without steps it is read from the log alone."""
         if not self._steps:
-            return sum(file.rows for file in self._table.files())
+            return sum(file.rows for file in self._files())
         return len(self._choose().row)
 
     def explain(self) -> list[Gate]:
@@ -167,13 +178,13 @@ class Scan:
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """The row source that loaders take: scalars of a batch and addresses of these list columns."""
-        names = [*layouts.SCALARS, *columns]
+        names = dict.fromkeys((*layouts.SCALARS, *columns))
         schema = pa.schema([self._table.schema.field(n) for n in names if n in self._table.schema.names])
         return Rows.from_arrow(self._read(schema), pad_values(self._table.schema))
 
     def data_files(self) -> list[str]:
         """Paths of the files the snapshot is made of, for readers of one's own."""
-        return [self._table.place.url(file.name) for file in self._table.files()]
+        return [self._table.place.url(file.name) for file in self._files()]
 
     def to_dataset(self) -> pads.Dataset:
         """The snapshot's files as an Arrow dataset, for engines that push down filters and columns.
@@ -184,8 +195,15 @@ class Scan:
         if self._steps:
             raise QueryError("a narrowed scan is not a set of files", hint="use to_arrow()")
         place = self._table.place
-        paths = [place.path(file.name) for file in self._table.files()]
+        paths = [place.path(file.name) for file in self._files()]
         return pads.dataset(paths, self.schema, format="parquet", filesystem=place.filesystem)
+
+    def places(self) -> list[tuple[LogFile, Int64s]]:
+        """Where the rows are: each data file that holds any, and their positions in it."""
+        chosen = self._choose()
+        return [
+            (chosen.files[number], chosen.row[chosen.file == number]) for number in np.unique(chosen.file)
+        ]
 
     @property
     def is_whole(self) -> bool:
@@ -193,6 +211,10 @@ class Scan:
         return not self._steps
 
     # Choosing and reading
+
+    def _files(self) -> Sequence[LogFile]:
+        """The snapshot's files, or those of them that the scan was narrowed to."""
+        return self._table.files() if self._only is None else self._only
 
     def _scalar_types(self) -> dict[str, bool]:
         return {f.name: not pa.types.is_nested(f.type) for f in self._table.schema}
@@ -203,7 +225,7 @@ class Scan:
         return self._chosen
 
     def _narrow(self) -> _Chosen:
-        all_files = self._table.files()
+        all_files = self._files()
         total = sum(file.rows for file in all_files)
         types = self._scalar_types()
         needed = {*_ORDER}.union(*(step.columns(types) for step in self._steps))

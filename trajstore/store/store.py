@@ -16,6 +16,7 @@ from trajstore.schema import Column, extra_columns, with_extra
 from trajstore.store import files, side
 from trajstore.store.append import Appendable, Commit, OnError, append
 from trajstore.store.datafile import Snapshot
+from trajstore.store.maintenance import Maintenance
 from trajstore.store.place import Place
 from trajstore.store.scan import Scan
 from trajstore.store.table import Table
@@ -155,6 +156,13 @@ class TrajectoryStore:
         if self._pinned is None or self._pinned.snapshot != self._table.snapshot:
             self._pinned = Table.open(self._place, self._table.snapshot)
         return self._pinned
+
+    @property
+    def maintenance(self) -> Maintenance:
+        """The verbs that rewrite the store: compact, delete, update, vacuum, restore, ..."""
+        if self._table.pinned:
+            raise InputError("this handle is pinned to a snapshot", hint="open the store to write to it")
+        return Maintenance(self._place)
 
     # Writing
 
