@@ -20,6 +20,7 @@ from trajstore.store.maintenance import Maintenance
 from trajstore.store.place import Place
 from trajstore.store.scan import Scan
 from trajstore.store.table import Table
+from trajstore.store.writer import StoreWriter
 
 
 class TrajectoryStore:
@@ -156,6 +157,37 @@ class TrajectoryStore:
         if self._pinned is None or self._pinned.snapshot != self._table.snapshot:
             self._pinned = Table.open(self._place, self._table.snapshot)
         return self._pinned
+
+    def writer(
+        self,
+        *,
+        writer_id: str | None = None,
+        max_rows: int = 1024,
+        max_bytes: int = 64 << 20,
+        max_age: float = 1.0,
+        nulls: Nulls = "error",
+    ) -> StoreWriter:
+        """A writer that gathers rows from many threads and commits them in groups.
+
+        Args:
+            writer_id: stable over restarts when given; its batches then go on from the last one.
+            max_rows, max_bytes: commit when so many rows, or bytes of Arrow, are gathered.
+            max_age: commit when the oldest row has waited so long, in seconds.
+            nulls: see `append`.
+
+        Raises:
+            InputError: a limit is not above 0, or the store is pinned to a snapshot.
+        """
+        if self._table.pinned:
+            raise InputError("this handle is pinned to a snapshot", hint="open the store to write to it")
+        return StoreWriter(
+            Table.open(self._place),
+            writer_id=writer_id or uuid.uuid4().hex,
+            max_rows=max_rows,
+            max_bytes=max_bytes,
+            max_age=max_age,
+            nulls=nulls,
+        )
 
     @property
     def maintenance(self) -> Maintenance:

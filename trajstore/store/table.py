@@ -51,6 +51,7 @@ class Table:
     def __init__(self, place: Place, delta: DeltaTable, *, pinned: bool) -> None:
         self.place = place
         self.pinned = pinned
+        self.conflicts = 0  # commits of this handle that another writer beat
         self._delta = delta
         self.schema: pa.Schema = _arrow_schema(delta)
         self._files: tuple[int, list[LogFile]] | None = None
@@ -130,7 +131,10 @@ class Table:
     def refresh(self) -> None:
         """Moves to the newest snapshot, unless the handle is pinned."""
         if not self.pinned:
-            self._delta.update_incremental()
+            try:
+                self._delta.update_incremental()
+            except (DeltaError, OSError) as error:
+                raise self._unreadable(error) from error
             self.schema = _arrow_schema(self._delta)
 
     def files(self) -> list[LogFile]:
@@ -154,7 +158,18 @@ class Table:
     @property
     def epoch(self) -> int:
         """How often the table was restored; a writer's batch numbers are counted within an epoch."""
-        return int(self._delta.transaction_version(_EPOCH) or 0)
+        return self._transaction(_EPOCH) or 0
+
+    def _transaction(self, name: str) -> int | None:
+        """The number that the log holds for an application."""
+        try:
+            number = self._delta.transaction_version(name)
+        except DeltaError as error:
+            raise self._unreadable(error) from error
+        return None if number is None else int(number)
+
+    def _unreadable(self, error: Exception) -> CorruptFileError:
+        return CorruptFileError(f"the log of {self.place} cannot be read: {error}")
 
     def committed_batch(self, writer_id: str) -> int | None:
         """The last batch number of this writer that is in the table, None when none is.
@@ -162,12 +177,12 @@ class Table:
         After a restore it is the last one that the restored snapshot held: what was rolled back may be
         sent again.
         """
-        last = self._delta.transaction_version(_application(writer_id, self.epoch))
+        last = self._transaction(_application(writer_id, self.epoch))
         if last is not None:
-            return int(last)
+            return last
         if self.epoch == 0:
             return None
-        restored = int(self._delta.transaction_version(_RESTORED) or 0)
+        restored = self._transaction(_RESTORED) or 0
         return Table.open(self.place, restored).committed_batch(writer_id)
 
     def commit(
@@ -226,7 +241,7 @@ class Table:
                 *(_add_action(file, data_change) for file in add),
             ]
             # Two swaps of the same files must not both pass: the counter makes them conflict.
-            counter = int(self._delta.transaction_version(_MAINTENANCE) or 0) + 1
+            counter = (self._transaction(_MAINTENANCE) or 0) + 1
             return self._attempt(actions, note, {_MAINTENANCE: counter, **(transactions or {})})
 
         return self._until_committed(attempt)
@@ -239,6 +254,7 @@ class Table:
             made = attempt()
             if made is not None:
                 return made
+            self.conflicts += 1
             time.sleep(random.uniform(0, 0.002 * min(number + 1, 25)))
         raise ConflictError(
             f"other writers were first {COMMIT_ATTEMPTS} times; nothing was committed",
