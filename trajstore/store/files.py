@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -23,6 +24,9 @@ from trajstore.store.datafile import DataFile
 from trajstore.store.place import Place
 
 ROW_GROUP_ROWS = 1024
+
+NAME = re.compile(r"part-[0-9a-f]{32}(-[0-9a-f]{16}\.parquet|\.tmp)")
+"""Names of data files, and of those that are being written."""
 
 _DICTIONARY_TEXT = frozenset(
     {

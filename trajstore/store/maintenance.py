@@ -20,9 +20,10 @@ from trajstore.codec import check, conform
 from trajstore.errors import ConflictError, QueryError, ValidationError
 from trajstore.schema import BY_NAME, Column
 from trajstore.selection import VERSION_OF, Fresh, GapOf, fresh
-from trajstore.store import files
+from trajstore.store import files, side
 from trajstore.store.datafile import DataFile, LogFile
 from trajstore.store.files import FileWriter
+from trajstore.store.fsck import Finding, fsck
 from trajstore.store.place import Place
 from trajstore.store.scan import Scan, as_step
 from trajstore.store.table import Table
@@ -177,9 +178,11 @@ class Maintenance:
     ) -> list[str]:
         """Removes files that neither a kept snapshot nor a recent one uses, and returns their names.
 
+        Snapshots with a tag, and those that the training ledger names, are kept.
+
         Args:
             retention_hours: files younger than this stay: a writer may be about to commit them.
-            keep: snapshots whose files stay.
+            keep: more snapshots whose files stay.
             dry_run: only name the files.
             force: allow a retention below MINIMUM_RETENTION_HOURS.
 
@@ -191,7 +194,12 @@ class Maintenance:
                 f"a retention of {retention_hours} h may remove files that are being committed or read",
                 hint=f"give at least {MINIMUM_RETENTION_HOURS:.0f}, or force=True when nothing else runs",
             )
-        return Table.open(self._place).vacuum(retention_hours, keep, dry_run=dry_run)
+        kept = [*keep, *side.kept_snapshots(self._place)]
+        return Table.open(self._place).vacuum(retention_hours, kept, dry_run=dry_run)
+
+    def fsck(self, *, repair: bool = False) -> list[Finding]:
+        """Reads the whole store again and says what is not as it should be; see `trajstore.store.fsck`."""
+        return fsck(self._place, repair=repair)
 
     def _rewrite(
         self, operation: str, make: Callable[[Table], _Plan], *, data_change: bool = True

@@ -1,34 +1,45 @@
-"""Owns side tables inside a store: the quarantine of rows that were refused; knows no codec.
+"""Owns side tables inside a store: quarantine, tags and the training ledger; knows no codec.
 
 A side table is a table of its own in `_trajstore/<name>/`: vacuum leaves names with an underscore alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import pyarrow as pa
 
+from trajstore.errors import ConflictError, StoreExistsError
 from trajstore.store import files
 from trajstore.store.files import FileWriter
 from trajstore.store.place import Place
 from trajstore.store.table import Table
 
-QUARANTINE = "quarantine"
+_TIME = pa.timestamp("us", "UTC")
 
-QUARANTINE_SCHEMA = pa.schema(
+
+def _required(*fields: tuple[str, pa.DataType]) -> list[pa.Field]:
+    return [pa.field(name, kind, False) for name, kind in fields]
+
+
+QUARANTINE = pa.schema(
     [
-        pa.field("writer_id", pa.string(), False),
-        pa.field("batch_no", pa.int64(), False),
-        pa.field("row", pa.int64(), False),
-        pa.field("id", pa.string(), False),
-        pa.field("error", pa.string(), False),
+        *_required(("writer_id", pa.string()), ("batch_no", pa.int64()), ("row", pa.int64())),
+        *_required(("id", pa.string()), ("error", pa.string())),
         pa.field("column", pa.string()),
-        pa.field("reason", pa.string(), False),
-        pa.field("trajectory", pa.string(), False),
-        pa.field("quarantined_at", pa.timestamp("us", "UTC"), False),
+        *_required(("reason", pa.string()), ("trajectory", pa.string()), ("quarantined_at", _TIME)),
+    ]
+)
+TAGS = pa.schema(_required(("name", pa.string()), ("snapshot", pa.int64()), ("tagged_at", _TIME)))
+LEDGER = pa.schema(
+    [
+        *_required(("step", pa.int64()), ("rank", pa.int32()), ("micro_batch", pa.int32())),
+        *_required(("position", pa.int32()), ("id", pa.string()), ("snapshot", pa.int64())),
+        *_required(("recorded_at", _TIME)),
     ]
 )
 
@@ -54,31 +65,95 @@ class Refused:
     trajectory: str
 
 
-def side_place(store: Place, name: str) -> Place:
-    """Where a store keeps the side table of that name."""
-    return store.child(f"_trajstore/{name}")
-
-
 def quarantine(store: Place, refused: Sequence[Refused], writer_id: str, batch_no: int) -> None:
     """Commits refused rows with their reasons; a resend of the same batch adds nothing."""
-    place = side_place(store, QUARANTINE)
-    table = Table.open(place) if place.is_table() else Table.create(place, QUARANTINE_SCHEMA)
     now = datetime.now(UTC)
     rows = [vars(r) | {"writer_id": writer_id, "batch_no": batch_no, "quarantined_at": now} for r in refused]
-    with FileWriter(place, QUARANTINE_SCHEMA) as writer:
-        writer.write(pa.RecordBatch.from_pylist(rows, QUARANTINE_SCHEMA))
-        file = writer.close()
-    # Its own numbering: a writer's good batches and its quarantined ones do not come in step.
-    key = f"{writer_id}/{batch_no}"
-    if table.commit([file], writer_id=key, batch_no=0, operation="quarantine") is None:
-        place.delete(file.name)
+    # Its own key: a writer's good batches and its quarantined ones do not come in step.
+    _append(store, "quarantine", QUARANTINE, rows, key=f"{writer_id}/{batch_no}")
 
 
 def quarantined(store: Place) -> pa.Table:
     """All refused rows with their reasons, in order of arrival; empty when there are none."""
-    place = side_place(store, QUARANTINE)
+    return _read(store, "quarantine", QUARANTINE)
+
+
+def tag(store: Place, name: str, snapshot: int) -> None:
+    """Names a snapshot.
+
+    Raises:
+        ConflictError: the name is that of another snapshot.
+    """
+    known = tags(store).get(name)
+    if known == snapshot:
+        return
+    if known is not None:
+        raise ConflictError(f"tag {name!r} is at snapshot {known}", hint="choose another name")
+    row = {"name": name, "snapshot": snapshot, "tagged_at": datetime.now(UTC)}
+    _append(store, "tags", TAGS, [row], key=f"tag/{name}")
+
+
+def tags(store: Place) -> dict[str, int]:
+    """Snapshots by their names."""
+    return {row["name"]: row["snapshot"] for row in _read(store, "tags", TAGS).to_pylist()}
+
+
+def record_step(
+    store: Place, step: int, ids: Sequence[str], *, rank: int, micro_batch: int, snapshot: int
+) -> None:
+    """Notes which rows a rank trained on in a step, in order; a second note of the same adds nothing."""
+    now = datetime.now(UTC)
+    rows = [
+        {
+            "step": step,
+            "rank": rank,
+            "micro_batch": micro_batch,
+            "position": position,
+            "id": id,
+            "snapshot": snapshot,
+            "recorded_at": now,
+        }
+        for position, id in enumerate(ids)
+    ]
+    _append(store, "ledger", LEDGER, rows, key=f"{step}/{rank}/{micro_batch}")
+
+
+def ledger(store: Place) -> pa.Table:
+    """What was trained on, by step, rank, micro-batch and position."""
+    order = [(name, "ascending") for name in ("step", "rank", "micro_batch", "position")]
+    return _read(store, "ledger", LEDGER).sort_by(order)
+
+
+def kept_snapshots(store: Place) -> set[int]:
+    """Snapshots that a tag or the ledger refers to."""
+    return {*tags(store).values(), *_read(store, "ledger", LEDGER)["snapshot"].to_pylist()}
+
+
+def _place(store: Place, name: str) -> Place:
+    return store.child(f"_trajstore/{name}")
+
+
+def _append(
+    store: Place, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, key: str
+) -> None:
+    """Adds rows once: the same key again adds nothing."""
+    place = _place(store, name)
     if not place.is_table():
-        return QUARANTINE_SCHEMA.empty_table()
+        with suppress(StoreExistsError):  # another process made it at the same time
+            Table.create(place, schema)
     table = Table.open(place)
-    parts = [files.read(place, file, QUARANTINE_SCHEMA) for file in table.files()]
-    return pa.concat_tables(parts) if parts else QUARANTINE_SCHEMA.empty_table()
+    if table.committed_batch(key) is not None:
+        return
+    with FileWriter(place, schema) as writer:
+        writer.write(pa.RecordBatch.from_pylist(list(rows), schema))
+        file = writer.close()
+    if table.commit([file], writer_id=key, batch_no=0, operation=name) is None:
+        place.delete(file.name)
+
+
+def _read(store: Place, name: str, schema: pa.Schema) -> pa.Table:
+    place = _place(store, name)
+    if not place.is_table():
+        return schema.empty_table()
+    parts = [files.read(place, file, schema) for file in Table.open(place).files()]
+    return pa.concat_tables(parts) if parts else schema.empty_table()

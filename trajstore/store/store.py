@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from trajstore.codec import Nulls
-from trajstore.errors import InputError
+from trajstore.errors import InputError, QueryError
 from trajstore.schema import Column, extra_columns, with_extra
 from trajstore.store import files, side
 from trajstore.store.append import Appendable, Commit, OnError, append
@@ -21,6 +23,14 @@ from trajstore.store.place import Place
 from trajstore.store.scan import Scan
 from trajstore.store.table import Table
 from trajstore.store.writer import StoreWriter
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Ids that came and went from one snapshot to another, each in order of arrival."""
+
+    added: list[str]
+    removed: list[str]
 
 
 class TrajectoryStore:
@@ -132,13 +142,76 @@ class TrajectoryStore:
         self._table.refresh()
         return self._table.history()
 
-    def at(self, snapshot: int) -> TrajectoryStore:
-        """The store as it was at a snapshot, read-only.
+    def at(self, snapshot: int | str | datetime) -> TrajectoryStore:
+        """The store as it was, read-only.
+
+        Args:
+            snapshot: a snapshot's number, its tag, or a time: the newest snapshot up to then.
 
         Raises:
             QueryError: there is no such snapshot.
         """
-        return type(self)(self._place, Table.open(self._place, snapshot))
+        return type(self)(self._place, Table.open(self._place, self._number(snapshot)))
+
+    def _number(self, snapshot: int | str | datetime) -> int:
+        if isinstance(snapshot, int):
+            return snapshot
+        if isinstance(snapshot, str):
+            known = self.tags()
+            if snapshot not in known:
+                hint = f"tags: {', '.join(known)}" if known else "there is no tag yet: store.tag(name)"
+                raise QueryError(f"there is no tag {snapshot!r}", hint=hint)
+            return known[snapshot]
+        if snapshot.tzinfo is None:
+            raise QueryError(f"{snapshot} has no time zone", hint="datetime.now(timezone.utc), for example")
+        upto = [s.snapshot for s in self.history() if s.timestamp <= snapshot]
+        if not upto:
+            raise QueryError(f"the store is younger than {snapshot}")
+        return upto[-1]
+
+    def tag(self, name: str, snapshot: int | None = None) -> None:
+        """Names a snapshot, the newest one unless given; a vacuum keeps its files.
+
+        Raises:
+            ConflictError: the name is that of another snapshot.
+            QueryError: there is no such snapshot.
+        """
+        number = self._newest().snapshot if snapshot is None else self.at(snapshot).snapshot
+        side.tag(self._place, name, number)
+
+    def tags(self) -> dict[str, int]:
+        """Snapshots by their names."""
+        return side.tags(self._place)
+
+    def diff(self, old: int | str, new: int | str) -> Diff:
+        """Which ids came and went between two snapshots."""
+        before, after = (self.at(s).scan(columns=["id"]).to_arrow()["id"].to_pylist() for s in (old, new))
+        was, now = set(before), set(after)
+        return Diff([i for i in after if i not in was], [i for i in before if i not in now])
+
+    def record_training_step(
+        self,
+        step: int,
+        ids: Sequence[str],
+        *,
+        rank: int = 0,
+        micro_batch: int = 0,
+        snapshot: int | None = None,
+    ) -> None:
+        """Notes in the training ledger which rows a step trained on, in their order.
+
+        Args:
+            step: optimizer step.
+            ids: of the rows, in the order of the batch.
+            rank, micro_batch: where in the step; the same three again add nothing.
+            snapshot: the one the rows were read at, the newest one unless given; a vacuum keeps its files.
+        """
+        number = self._newest().snapshot if snapshot is None else snapshot
+        side.record_step(self._place, step, ids, rank=rank, micro_batch=micro_batch, snapshot=number)
+
+    def ledger(self) -> pa.Table:
+        """The training ledger: step, rank, micro_batch, position, id, snapshot, recorded_at."""
+        return side.ledger(self._place)
 
     def column_bytes(self) -> dict[str, int]:
         """Compressed bytes of each column in the newest snapshot."""

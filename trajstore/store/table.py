@@ -146,6 +146,10 @@ class Table:
             self._files = (self.snapshot, sorted(files, key=lambda f: (f.snapshot, f.name)))
         return self._files[1]
 
+    def names_ever(self) -> set[str]:
+        """Names of the files of every snapshot up to this one."""
+        return set(self._arrival())
+
     def _arrival(self) -> dict[str, int]:
         for number in range(self._arrivals_up_to + 1, self.snapshot + 1):
             if self.place.exists(_entry(number)):

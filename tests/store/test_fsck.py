@@ -1,0 +1,101 @@
+"""Every kind of damage is found and named; only orphans are removed."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trajstore import Trajectory, TrajectoryStore
+from trajstore.store.datafile import DataFile
+from trajstore.store.files import FileWriter
+
+
+def rows(*names: str) -> list[Trajectory]:
+    return [Trajectory(id=name, tokens=[1, 2, 3], prompt_length=1, reward=1.0) for name in names]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TrajectoryStore:
+    made = TrajectoryStore.create(tmp_path / "store")
+    made.append(rows("a", "b"))
+    made.append(rows("c"))
+    return made
+
+
+def first(store: TrajectoryStore) -> Path:
+    return store.path / store._table.files()[0].name
+
+
+def test_a_sound_store_has_nothing_to_say(store: TrajectoryStore) -> None:
+    store.maintenance.compact()
+    store.append([*rows("d"), Trajectory(id="bad", tokens=[-1])], on_error="quarantine")
+    store.tag("now")
+    store.maintenance.restore(1)
+    assert store.maintenance.fsck() == []
+
+
+def test_a_missing_file(store: TrajectoryStore) -> None:
+    first(store).unlink()
+    (finding,) = store.maintenance.fsck(repair=True)
+    assert (finding.level, finding.what, finding.repaired) == (
+        "error",
+        "the log has it, the store does not",
+        False,
+    )
+
+
+def test_a_flipped_byte(store: TrajectoryStore) -> None:
+    data = bytearray(first(store).read_bytes())
+    data[len(data) // 3] ^= 1
+    first(store).write_bytes(bytes(data))
+    (finding,) = store.maintenance.fsck()
+    assert finding.where == first(store).name
+    assert "digest" in finding.what
+
+
+def test_a_truncated_file(store: TrajectoryStore) -> None:
+    first(store).write_bytes(first(store).read_bytes()[:-10])
+    (finding,) = store.maintenance.fsck()
+    assert "the log says" in finding.what
+
+
+def test_a_row_that_breaks_the_contract_and_wrong_statistics(store: TrajectoryStore) -> None:
+    table = pq.read_table(first(store))
+    at = table.schema.get_field_index("length")
+    bad = table.set_column(at, table.schema.field(at), pa.array([3, 9], pa.int32()))
+    with FileWriter(store._place, store.schema) as writer:
+        writer.write(bad.combine_chunks().to_batches()[0])
+        made = writer.close()
+    lying = DataFile(made.name, made.rows, made.bytes, made.low | {"length": 5}, made.high, made.nulls)
+    store._table.commit([lying], writer_id="someone else", batch_no=0)
+    found = store.maintenance.fsck()
+    assert any("length goes from 3 to 9, the log says 5 to 9" in f.what for f in found)
+    assert any("column 'length'" in f.what and "not the number of tokens" in f.what for f in found)
+
+
+def test_one_id_twice(store: TrajectoryStore) -> None:
+    store.append(rows("a"))
+    (finding,) = store.maintenance.fsck()
+    assert (finding.level, finding.where, finding.what) == ("warning", "id 'a'", "names 2 rows")
+
+
+def test_orphans_go_when_they_are_old_and_nothing_else_does(store: TrajectoryStore) -> None:
+    store.maintenance.compact()
+    before = sorted(store.path.iterdir())
+    young, old = (store.path / f"part-{c * 32}.tmp" for c in "ab")
+    for path in (young, old):
+        path.write_bytes(b"x")
+    hours_ago = time.time() - 7200
+    os.utime(old, (hours_ago, hours_ago))
+    found = {f.where: f.repaired for f in store.maintenance.fsck()}
+    assert found == {young.name: False, old.name: False}
+    found = {f.where: f.repaired for f in store.maintenance.fsck(repair=True)}
+    assert found == {young.name: False, old.name: True}
+    young.unlink()
+    assert sorted(store.path.iterdir()) == before
+    assert store.count() == 3
+    assert json.dumps([f.what for f in store.maintenance.fsck()]) == "[]"
