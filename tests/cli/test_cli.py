@@ -313,7 +313,57 @@ def test_sample_is_the_same_for_one_seed(run: Run, tmp_path: Path) -> None:
     assert "reward > 99: 40 rows in, 0 out" in run("sample", "s", "--where", "reward > 99")[1]
 
 
-@pytest.mark.parametrize("verb", ["import", "info", "sql", "sample", "demo"])
+def test_looking_after_a_store(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(*(row(i) for i in range(4))))
+    for _ in range(3):
+        run("import", "a.jsonl", "s")
+    assert "joined 3 files into 1, snapshot 4" in run("compact", "s")[1]
+    assert "deleted 3 rows" in run("delete", "s", "--where", "id = 'row-2'")[1]
+    assert json.loads(run("delete", "s", "--at", "4", "--max-staleness", "3", "--json")[1])["rows"] == 3
+    assert "before" in run("tag", "s", "before", "--snapshot", "1")[1]
+    assert json.loads(run("tag", "s", "--json")[1]) == {"before": 1}
+    found = json.loads(run("history", "s", "--json")[1])
+    assert [h["operation"] for h in found] == ["create", *["append"] * 3, "compact", "delete", "remove_stale"]
+    assert found[1]["tags"] == "before"
+    assert "remove_stale" in run("history", "s")[1]
+    assert json.loads(run("info", "s", "--snapshot", "before", "--json")[1])["rows"] == 4
+    assert "would remove 4 files" in run("vacuum", "s", "--hours", "0", "--force")[1]
+    assert run("vacuum", "s", "--hours", "1", "--run")[0] == 2
+    assert (
+        len(json.loads(run("vacuum", "s", "--hours", "0", "--force", "--run", "--json")[1])["removed"]) == 4
+    )
+    code, out, _ = run("fsck", "s")
+    assert code == 0
+    assert "id 'row-1'" in out
+    assert "as it was at snapshot 1" in run("restore", "s", "before")[1]
+    code, out, _ = run("fsck", "s")
+    assert (code, out) == (0, "s: every file and every row is as it should be\n")
+    next(p for p in (tmp_path / "s").glob("part-*") if p.name in _live(tmp_path / "s")).write_bytes(b"x")
+    assert run("fsck", "s")[0] == 1
+    assert json.loads(run("fsck", "s", "--json")[1])[0]["level"] == "error"
+
+
+def _live(store: Path) -> set[str]:
+    return {Path(name).name for name in TrajectoryStore.open(store).scan().data_files()}
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--where", "true", "--max-staleness", "1"], ["--max-staleness", "1"]]
+)
+def test_delete_wants_to_know_which_rows(run: Run, tmp_path: Path, arguments: list[str]) -> None:
+    TrajectoryStore.create(tmp_path / "s")
+    code, _, err = run("delete", "s", *arguments)
+    assert code == 2
+    check_error_form(err)
+
+
+VERBS = [
+    *("import", "info", "sql", "sample", "demo", "history", "tag"),
+    *("fsck", "compact", "delete", "vacuum", "restore"),
+]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_with_an_example(run: Run, verb: str) -> None:
     code, out, _ = run(verb, "--help")
     assert code == 0

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import trajstore.cli.verbs as verbs
-from trajstore.cli import show
+from trajstore.cli import maintain, show
 from trajstore.errors import InputError, TrajstoreError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -50,8 +50,10 @@ class Allocation(StrEnum):
 Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store, or s3://bucket/prefix.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 AtSnapshot = Annotated[
-    int | None, typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot.")
+    str | None,
+    typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot, or tag."),
 ]
+Version = Annotated[int | None, typer.Option("--at", metavar="V", help="Current policy version.")]
 
 
 def _version(asked: bool) -> None:
@@ -129,7 +131,7 @@ def sample(
         str,
         typer.Option("--by", metavar="COLUMN", help="Column whose values are the strata, or version_gap."),
     ] = "status",
-    at: Annotated[int | None, typer.Option("--at", metavar="V", help="Current policy version.")] = None,
+    at: Version = None,
     max_staleness: Annotated[
         int | None, typer.Option("--max-staleness", metavar="K", help="Only rows at most K versions behind.")
     ] = None,
@@ -167,6 +169,83 @@ def demo(
 ) -> None:
     """Train a small policy asynchronously, store its rollouts, and show what one can ask."""
     verbs.demo(store, seed=seed)
+
+
+@app.command(epilog="Example: trajstore history air")
+def history(store: Store, json: Json = False) -> None:
+    """List the snapshots: when, what, how many rows, by whom."""
+    maintain.history(store, json=json)
+
+
+@app.command(epilog="Example: trajstore tag air step-1200")
+def tag(
+    store: Store,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name to give.")] = None,
+    snapshot: Annotated[
+        int | None, typer.Option("--snapshot", metavar="N", help="Which snapshot; the newest if not given.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Name a snapshot, so that a vacuum keeps it; without a name, list the names."""
+    maintain.tag(store, name, snapshot=snapshot, json=json)
+
+
+@app.command(epilog="Example: trajstore fsck air")
+def fsck(
+    store: Store,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove files that no snapshot uses.")] = False,
+    json: Json = False,
+) -> None:
+    """Read everything again: log, digests, statistics and every row's contract. Exits 1 on an error."""
+    if not maintain.fsck(store, repair=repair, json=json):
+        raise typer.Exit(FAILED)
+
+
+@app.command(epilog="Example: trajstore compact air")
+def compact(store: Store, json: Json = False) -> None:
+    """Join small files, ordered by policy version; rows and samples stay as they are."""
+    maintain.compact(store, json=json)
+
+
+@app.command(epilog="Example: trajstore delete air --where \"status = 'failed'\"")
+def delete(
+    store: Store,
+    where: Annotated[
+        str | None, typer.Option("--where", metavar="SQL", help="Delete rows for which this is true.")
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option("--max-staleness", metavar="K", help="Delete rows more than K versions behind."),
+    ] = None,
+    at: Version = None,
+    json: Json = False,
+) -> None:
+    """Delete rows; earlier snapshots still have them until a vacuum."""
+    maintain.delete(store, where=where, at=at, max_staleness=max_staleness, json=json)
+
+
+@app.command(epilog="Example: trajstore vacuum air --run")
+def vacuum(
+    store: Store,
+    hours: Annotated[
+        float, typer.Option("--hours", metavar="H", help="Files younger than this stay.")
+    ] = 168.0,
+    run: Annotated[bool, typer.Option("--run", help="Really remove the files.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Allow less than 168 hours.")] = False,
+    json: Json = False,
+) -> None:
+    """Name the files that only old, untagged snapshots use; with --run, remove them."""
+    maintain.vacuum(store, hours=hours, run=run, force=force, json=json)
+
+
+@app.command(epilog="Example: trajstore restore air 12")
+def restore(
+    store: Store,
+    snapshot: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="Number or tag.")],
+    json: Json = False,
+) -> None:
+    """Make the store as it was at a snapshot, as a new snapshot."""
+    maintain.restore(store, snapshot, json=json)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from trajstore import ingest as ingesting
 from trajstore.cli import show
+from trajstore.cli.maintain import reference
 from trajstore.errors import QueryError
 from trajstore.query import connect, fresh, stratified_sample
 from trajstore.schema import FORMAT_VERSION
@@ -117,12 +118,12 @@ def _bar() -> Progress:
     )
 
 
-def _open(store: str, snapshot: int | None) -> TrajectoryStore:
+def _open(store: str, snapshot: str | None) -> TrajectoryStore:
     opened = TrajectoryStore.open(store)
-    return opened if snapshot is None else opened.at(snapshot)
+    return opened if snapshot is None else opened.at(reference(snapshot))
 
 
-def info(store: str, *, snapshot: int | None, json: bool) -> None:
+def info(store: str, *, snapshot: str | None, json: bool) -> None:
     """`trajstore info`."""
     opened = _open(store, snapshot)
     history = opened.history()
@@ -177,7 +178,7 @@ def _range(rows: pa.Table) -> str | None:
     return None if low is None else f"{low} to {high}"
 
 
-def sql(store: str, query: str, *, current_version: int | None, snapshot: int | None, json: bool) -> None:
+def sql(store: str, query: str, *, current_version: int | None, snapshot: str | None, json: bool) -> None:
     """`trajstore sql`."""
     with connect(_open(store, snapshot), current_version=current_version) as connection:
         result = _unique(connection.sql(query))
@@ -203,7 +204,7 @@ def sample(
     where: str | None,
     allocation: Allocation,
     seed: int,
-    snapshot: int | None,
+    snapshot: str | None,
     json: bool,
 ) -> None:
     """`trajstore sample`."""
