@@ -177,7 +177,8 @@ def test_restore_goes_back_and_what_was_rolled_back_may_be_sent_again(store: Tra
 def test_vacuum_keeps_what_is_kept_and_a_restore_of_the_rest_says_so(store: TrajectoryStore) -> None:
     store.append([Trajectory(id="bad", tokens=[-1]), rollout(60)], on_error="quarantine")
     store.maintenance.compact()
-    (store.path / "part-dead.tmp").write_bytes(b"x")
+    (store.path / f"part-{'d' * 32}.tmp").write_bytes(b"x")
+    (store.path / "README.md").write_text("mine")
     with pytest.raises(QueryError, match="may remove files"):
         store.maintenance.vacuum(1)
     named = store.maintenance.vacuum(0, dry_run=True, force=True)
@@ -189,6 +190,7 @@ def test_vacuum_keeps_what_is_kept_and_a_restore_of_the_rest_says_so(store: Traj
     assert ids(store.at(2)) == [f"row-{i}" for i in range(20)]
     assert store.count() == 61
     assert len(store.quarantined()) == 1
+    assert (store.path / "README.md").exists()
     with pytest.raises(CorruptFileError, match="cannot be restored"):
         store.maintenance.restore(4)
 

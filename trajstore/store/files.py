@@ -89,9 +89,25 @@ class FileWriter:
         os.fsync(self._sink.fileno())
         size = self._sink.tell()
         self._sink.close()
+        self._verify()
         name = f"{self._aside.stem}-{self._hashed.digest.hexdigest()}.parquet"
         self.place.publish(self._aside, name)
         return DataFile(name, self._rows, size, self._low, self._high, self._nulls)
+
+    def _verify(self) -> None:
+        """What the log will say of the file is what its footer says: a wrong bound would hide rows."""
+        metadata = pq.read_metadata(self._aside)
+        if metadata.num_rows != self._rows:
+            raise CorruptFileError(f"{self._aside} has {metadata.num_rows} rows, {self._rows} were written")
+        bounds: dict[str, tuple[int, int]] = {}
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for chunk in map(group.column, range(group.num_columns)):
+                name, found = chunk.path_in_schema, chunk.statistics
+                if name in self._nulls and found is not None and found.has_min_max:
+                    low, high = bounds.get(name, (found.min, found.max))
+                    bounds[name] = (min(low, found.min), max(high, found.max))
+        if bounds != {name: (low, self._high[name]) for name, low in self._low.items()}:
+            raise CorruptFileError(f"{self._aside} has other statistics than the rows written to it")
 
     def abort(self) -> None:
         """Removes the half-written file."""
@@ -179,9 +195,15 @@ def read(place: Place, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64
         CorruptFileError: the file is missing or cannot be read.
     """
     try:
-        parquet = pq.ParquetFile(place.open(file.name), pre_buffer=place.folder is None)
-        there = [name for name in schema.names if name in parquet.schema_arrow.names]
-        table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
+        with place.open(file.name) as source:
+            parquet = pq.ParquetFile(source, pre_buffer=place.folder is None)
+            there = [name for name in schema.names if name in parquet.schema_arrow.names]
+            table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
+    except FileNotFoundError as error:
+        raise CorruptFileError(
+            f"data file {place.url(file.name)} is gone: it was deleted, or its snapshot was vacuumed",
+            hint="read a newer snapshot, or restore the file from a backup; tags keep snapshots",
+        ) from error
     except (OSError, pa.ArrowException) as error:
         raise CorruptFileError(
             f"data file {place.url(file.name)} cannot be read: {error}",
@@ -210,7 +232,8 @@ def column_bytes(place: Place, files: Sequence[DataFile]) -> dict[str, int]:
     """Compressed bytes of each column over all files, from the footers."""
     total: dict[str, int] = {}
     for file in files:
-        metadata = pq.ParquetFile(place.open(file.name)).metadata
+        with place.open(file.name) as source:
+            metadata = pq.read_metadata(source)
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             for i in range(row_group.num_columns):

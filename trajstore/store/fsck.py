@@ -126,7 +126,7 @@ def _duplicates(table: Table) -> Iterator[Finding]:
 
 
 def _orphans(table: Table, repair: bool, seconds: float) -> Iterator[Finding]:
-    known = table.names_ever()
+    known = table.departures()
     for entry in table.place.entries():
         if "/" in entry.name or entry.name in known or not NAME.fullmatch(entry.name):
             continue

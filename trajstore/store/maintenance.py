@@ -6,6 +6,7 @@ commit is refused, what was written is removed, and the plan is made again; appe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from trajstore.schema import BY_NAME, Column
 from trajstore.selection import VERSION_OF, Fresh, GapOf, fresh
 from trajstore.store import files, side
 from trajstore.store.datafile import DataFile, LogFile
-from trajstore.store.files import FileWriter
+from trajstore.store.files import NAME, FileWriter
 from trajstore.store.fsck import Finding, fsck
 from trajstore.store.place import Place
 from trajstore.store.scan import Scan, as_step
@@ -176,9 +177,9 @@ class Maintenance:
         dry_run: bool = False,
         force: bool = False,
     ) -> list[str]:
-        """Removes files that neither a kept snapshot nor a recent one uses, and returns their names.
+        """Removes data files that neither a kept snapshot nor a recent one uses, and returns their names.
 
-        Snapshots with a tag, and those that the training ledger names, are kept.
+        Snapshots with a tag, and those that the training ledger names, are kept; so are files of others.
 
         Args:
             retention_hours: files younger than this stay: a writer may be about to commit them.
@@ -194,8 +195,23 @@ class Maintenance:
                 f"a retention of {retention_hours} h may remove files that are being committed or read",
                 hint=f"give at least {MINIMUM_RETENTION_HOURS:.0f}, or force=True when nothing else runs",
             )
-        kept = [*keep, *side.kept_snapshots(self._place)]
-        return Table.open(self._place).vacuum(retention_hours, kept, dry_run=dry_run)
+        table = Table.open(self._place)
+        used = {file.name for file in table.files()}
+        for snapshot in {*keep, *side.kept_snapshots(self._place)}:
+            used |= {file.name for file in Table.open(self._place, snapshot).files()}
+        left = table.departures()
+        before = time.time() - retention_hours * 3600
+        # A file that a snapshot once used is as old as its removal, any other as its last write.
+        names = [
+            entry.name
+            for entry in self._place.entries()
+            if NAME.fullmatch(entry.name)
+            and entry.name not in used
+            and (left.get(entry.name) or entry.modified) <= before
+        ]
+        for name in () if dry_run else names:
+            self._place.delete(name)
+        return names
 
     def fsck(self, *, repair: bool = False) -> list[Finding]:
         """Reads the whole store again and says what is not as it should be; see `trajstore.store.fsck`."""

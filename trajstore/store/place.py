@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,11 @@ class Place:
         scheme = urlparse(str(where)).scheme if "://" in str(where) else ""
         if scheme == "s3":
             found = {**{k: v for k, v in os.environ.items() if k.startswith("AWS_")}, **(options or {})}
+            if found.get("AWS_S3_ALLOW_UNSAFE_RENAME", "").lower() in ("1", "true", "yes"):
+                raise InputError(
+                    "AWS_S3_ALLOW_UNSAFE_RENAME lets two writers overwrite each other's commits",
+                    hint="unset it: commits here are conditional puts",
+                )
             root = str(where).removeprefix("s3://").rstrip("/")
             return cls(str(where), f"s3://{root}", _s3(found), root, found)
         if scheme:
@@ -61,6 +67,11 @@ class Place:
                 f"{where} has the scheme {scheme!r}", hint="a store is a local path or s3://bucket/prefix"
             )
         folder = Path(where).absolute()
+        if re.search("%[0-9A-Fa-f]{2}", str(folder)):
+            raise InputError(
+                f"{where} has a per cent sign and two hex digits in it, which Delta misreads",
+                hint="choose another name",
+            )
         return cls(str(where), folder.as_uri(), pafs.LocalFileSystem(), str(folder), options or {})
 
     @property

@@ -6,7 +6,6 @@ We write our own Parquet files and use Delta Lake as a log of which files make u
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +55,7 @@ class Table:
         self.schema: pa.Schema = _arrow_schema(delta)
         self._files: tuple[int, list[LogFile]] | None = None
         self._arrivals: dict[str, int] = {}
+        self._departures: dict[str, float] = {}
         self._arrivals_up_to = -1
 
     @classmethod
@@ -85,7 +85,9 @@ class Table:
         except OSError as error:
             raise InputError(f"cannot create a store at {place}: {error}") from error
         except DeltaError as error:
-            raise StoreExistsError(f"{place} was made by another process meanwhile: {error}") from error
+            if "already exists" in str(error):
+                raise StoreExistsError(f"{place} was made by another process meanwhile") from error
+            raise StorageError(f"cannot create a store at {place}: {error}") from error
         _sync_log(place, 0)
         return cls(place, delta, pinned=False)
 
@@ -146,9 +148,9 @@ class Table:
             self._files = (self.snapshot, sorted(files, key=lambda f: (f.snapshot, f.name)))
         return self._files[1]
 
-    def names_ever(self) -> set[str]:
-        """Names of the files of every snapshot up to this one."""
-        return set(self._arrival())
+    def departures(self) -> dict[str, float | None]:
+        """Files of every snapshot up to this one, and when they last left the table, in seconds."""
+        return {name: self._departures.get(name) for name in self._arrival()}
 
     def _arrival(self) -> dict[str, int]:
         for number in range(self._arrivals_up_to + 1, self.snapshot + 1):
@@ -156,6 +158,9 @@ class Table:
                 for line in self.place.read(_entry(number)).splitlines():
                     if line.startswith(b'{"add"'):
                         self._arrivals.setdefault(json.loads(line)["add"]["path"], number)
+                    elif line.startswith(b'{"remove"'):
+                        gone = json.loads(line)["remove"]
+                        self._departures[gone["path"]] = gone["deletionTimestamp"] / 1000
         self._arrivals_up_to = self.snapshot
         return self._arrivals
 
@@ -354,17 +359,6 @@ class Table:
             self.refresh()
             return base + 1
         raise ConflictError(f"other writers were first {COMMIT_ATTEMPTS} times; no column was added")
-
-    def vacuum(self, retention_hours: float, keep: Sequence[int], *, dry_run: bool) -> list[str]:
-        """Names of files that no kept snapshot and no recent one uses; removed unless `dry_run`."""
-        self.refresh()
-        return self._delta.vacuum(
-            retention_hours=math.ceil(retention_hours),
-            dry_run=dry_run,
-            enforce_retention_duration=False,
-            full=True,
-            keep_versions=sorted({*keep, self.snapshot}),
-        )
 
     def history(self) -> list[Snapshot]:
         """Every snapshot up to this one, oldest first."""
