@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from trajstore import CorruptFileError, InputError, StorageError, Trajectory, TrajectoryStore, ValidationError
@@ -49,6 +50,14 @@ def test_many_threads_become_few_commits(store: TrajectoryStore) -> None:
     for k in range(5):
         mine = [i for i in ids(store) if i.startswith(f"{k}-")]
         assert mine == [f"{k}-{i}-{x}" for i in range(40) for x in "ab"]
+
+
+def test_rows_added_one_by_one_share_a_row_group(store: TrajectoryStore) -> None:
+    with store.writer(max_rows=5000, max_age=60) as writer:
+        for i in range(150):
+            writer.add(row(str(i)))
+    (file,) = store.scan().data_files()
+    assert pq.read_metadata(file).num_row_groups == 1
 
 
 def test_age_commits_without_being_asked(store: TrajectoryStore) -> None:

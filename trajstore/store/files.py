@@ -24,6 +24,8 @@ from trajstore.store.datafile import DataFile
 from trajstore.store.place import Place
 
 ROW_GROUP_ROWS = 1024
+GATHER_ROWS = 4096
+GATHER_BYTES = 128 << 20
 
 NAME = re.compile(r"part-[0-9a-f]{32}(-[0-9a-f]{16}\.parquet|\.tmp)")
 """Names of data files, and of those that are being written."""
@@ -50,6 +52,8 @@ class FileWriter:
         self._aside = place.aside(f"part-{uuid.uuid4().hex}.tmp")
         self._sink: BinaryIO = self._aside.open("wb")
         self._hashed = _Hashed(self._sink)
+        self._gathered: list[pa.RecordBatch] = []
+        self._gathered_rows = self._gathered_bytes = 0
         self._rows = 0
         self._low: dict[str, int] = {}
         self._high: dict[str, int] = {}
@@ -69,7 +73,20 @@ class FileWriter:
         return self._sink.tell()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Adds rows, sorted by their oldest policy version so that a staleness gate skips row groups."""
+        """Adds rows; small batches are gathered, so that row groups do not get tiny."""
+        self._gathered.append(batch)
+        self._gathered_rows += batch.num_rows
+        self._gathered_bytes += batch.nbytes
+        if self._gathered_rows >= GATHER_ROWS or self._gathered_bytes >= GATHER_BYTES:
+            self._write_gathered()
+
+    def _write_gathered(self) -> None:
+        """Writes what is gathered, by oldest policy version, so that a staleness gate skips row groups."""
+        if not self._gathered:
+            return
+        batch = pa.concat_batches(self._gathered)
+        self._gathered = []
+        self._gathered_rows = self._gathered_bytes = 0
         if "oldest_version_id" in batch.schema.names:
             batch = batch.take(pc.sort_indices(batch, [("oldest_version_id", "ascending")]))
         for name in self._nulls:
@@ -84,6 +101,7 @@ class FileWriter:
 
     def close(self) -> DataFile:
         """Makes the file durable under its final name."""
+        self._write_gathered()
         self._parquet.close()
         self._sink.flush()
         os.fsync(self._sink.fileno())

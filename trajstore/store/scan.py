@@ -132,7 +132,9 @@ class Scan:
 
     def columns(self, names: Sequence[str]) -> Scan:
         """Reads only these columns."""
-        return Scan(self._table, self._steps, names, only=self._only)
+        scan = Scan(self._table, self._steps, names, only=self._only)
+        scan._chosen = self._chosen  # the rows are the same ones
+        return scan
 
     # Terminal verbs
 
