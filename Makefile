@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench schemas clean
+.PHONY: demo test soak lint bench schemas clean
 
 demo: $(READY)
 	@rm -rf trajstore-demo
@@ -13,6 +13,10 @@ demo: $(READY)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest
+
+# The long form of the fault tests: many more processes, kills and commits, on disk and on S3.
+soak: $(READY)
+	TRAJSTORE_SOAK=1 $(BIN)/python -m pytest tests/faults -rP --durations=10
 
 lint: $(READY)
 	$(BIN)/ruff check trajstore tests

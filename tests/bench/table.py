@@ -2,19 +2,19 @@
 
 Run: python tests/bench/table.py [--long] [--folder DIR]. `--long` adds 1000 commits and more rounds. Peers
 (`pip install datasets pylance orjson`) that are missing are named and left out. Rows are of ~1k tokens: the
-text of ../shared/data/tau_bench_airline.json in a byte-level BPE trained on the spot (16k ids), cut into rows;
-loss_mask marks the assistant's tokens, behavior_log_probs are f32, mostly near 0 with a long tail,
+text of ../shared/data/tau_bench_airline.json in a byte-level BPE trained on the spot (16k ids), cut into
+rows; loss_mask marks the assistant's tokens, behavior_log_probs are f32, mostly near 0 with a long tail,
 advantages are one number per row, 0 off the mask. In every part contenders take turns, and wall time is
 taken, as waiting for the disk is part of it. What each does:
 
 - trajstore: `append`, from Trajectory objects to a durable commit: encoding, checks, Parquet, digest, fsync.
-- plain Parquet + fsync: pyarrow writes the finished table with our settings. No encoding, no check, no commit.
+- plain Parquet + fsync: pyarrow writes the finished table with our settings. Nothing is checked or committed.
 - pyarrow default, write_deltalake, Lance, datasets: the finished table too, each with its own defaults and no
   fsync; write_deltalake and Lance append to a table. JSONL: `to_dict` and orjson, of the objects.
 - bytes per token count everything a call added to its folder, logs included.
 
 The sweep writes each list column alone, zstd-1, with every encoding: the size is that of the column chunk.
-Targets are those of the project; "slower" and "faster" lines are not targets.
+Targets are those of the project.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def clocked(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> Times:
+def take_turns(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
     """Wall seconds of each; one round that is not counted warms caches."""
     times: Times = {name: [] for name in contenders}
     for _ in range(rounds + 1):
@@ -211,19 +212,27 @@ class Level:
         self._store.append(rows)
 
 
+def in_turn(
+    part: Sequence[Trajectory], table: pa.Table, folder: Path, levels: list[Level], number: int
+) -> Times:
+    contenders: dict[str, Callable[[], Any]] = {
+        PLAIN: lambda: write_durable(table, folder / "plain.parquet"),
+        "encode and check alone": lambda: encode(part),
+    }
+    names = [*(f"append at {level.commits} commits" for level in levels), *contenders]
+    times: Times = {name: [] for name in names}
+    for _ in range(number):
+        for level in levels:
+            level.prepare(part[0])
+            times[f"append at {level.commits} commits"].append(clocked(partial(level.append, part)))
+        for name, run in contenders.items():
+            times[name].append(clocked(run))
+    return times
+
+
 def latency(rows: Sequence[Trajectory], folder: Path, levels: list[Level], rounds: dict[int, int]) -> None:
     for count, number in rounds.items():
-        part, table = rows[:count], finished(rows[:count], folder)
-        times: Times = {}
-        for _ in range(number):
-            for level in levels:
-                level.prepare(rows[0])
-                taken = clocked(lambda level=level: level.append(part))  # type: ignore[misc]
-                times.setdefault(f"append at {level.commits} commits", []).append(taken)
-            times.setdefault(PLAIN, []).append(
-                clocked(lambda: write_durable(table, folder / "plain.parquet"))
-            )
-            times.setdefault("encode and check alone", []).append(clocked(lambda: encode(part)))
+        times = in_turn(rows[:count], finished(rows[:count], folder), folder, levels, number)
         plain = statistics.median(times[PLAIN])
         print(f"\n{count} rows, {number} rounds{'':22}{'median ms':>12}{'p99 ms':>9}{'x plain':>9}")
         for name, taken in times.items():
@@ -244,10 +253,8 @@ def opening(levels: list[Level], row: Trajectory, rounds: int) -> None:
     for behind in (0, WINDOW - 1):
         for level in levels:
             level.grow(behind, row)
-        opens = {
-            f"after {level.commits + behind} commits": lambda level=level: TrajectoryStore.open(
-                level.pristine
-            )
+        opens: dict[str, Callable[[], Any]] = {
+            f"after {level.commits + behind} commits": partial(TrajectoryStore.open, level.pristine)
             for level in levels
         }
         for name, taken in take_turns(opens, rounds).items():
@@ -265,7 +272,7 @@ def jsonl(rows: Sequence[Trajectory], path: Path) -> None:
             sink.write(orjson.dumps(row.to_dict(), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
 
-def writers_of(rows: Sequence[Trajectory], folder: Path) -> dict[str, Callable[[], Any]]:
+def writers_of(rows: Sequence[Trajectory], folder: Path) -> dict[str, Sized]:
     """What to call for each contender; each has a folder of its name and adds to it."""
     table = finished(rows, folder)
     number = itertools.count()
@@ -278,6 +285,9 @@ def writers_of(rows: Sequence[Trajectory], folder: Path) -> dict[str, Callable[[
     def fresh(name: str, suffix: str = "") -> Path:
         return homes[name] / f"{next(number)}{suffix}"
 
+    def save(dataset: Any) -> None:
+        dataset.save_to_disk(str(fresh("datasets")))
+
     out: dict[str, Callable[[], Any]] = {OURS: lambda: store.append(rows)}
     out["pyarrow default"] = lambda: pq.write_table(table, fresh("pyarrow default", ".parquet"))
     for name, module in PEERS.items():
@@ -286,16 +296,15 @@ def writers_of(rows: Sequence[Trajectory], folder: Path) -> dict[str, Callable[[
             continue
         peer = importlib.import_module(module)
         if name == "write_deltalake":
-            out[name] = lambda n=name, m=peer: m.write_deltalake(str(homes[n]), table, mode="append")
+            out[name] = partial(peer.write_deltalake, str(homes[name]), table, mode="append")
         elif name == "Lance":
             peer.write_dataset(table.slice(0, 0), str(homes[name]), mode="create")
-            out[name] = lambda n=name, m=peer: m.write_dataset(table, str(homes[n]), mode="append")
+            out[name] = partial(peer.write_dataset, table, str(homes[name]), mode="append")
         elif name == "datasets":
             peer.disable_progress_bars()
-            memory = peer.table.InMemoryTable(table)
-            out[name] = lambda n=name, m=peer, t=memory: m.Dataset(t).save_to_disk(str(fresh(n)))
+            out[name] = partial(save, peer.Dataset(peer.table.InMemoryTable(table)))
         else:
-            out[name] = lambda n=name: jsonl(rows, fresh(n, ".jsonl"))
+            out[name] = lambda: jsonl(rows, fresh("JSONL (orjson)", ".jsonl"))
     return {name: Sized(run, homes[name]) for name, run in out.items()}
 
 
@@ -319,22 +328,15 @@ def peers(rows: Sequence[Trajectory], folder: Path, rounds: int) -> None:
     tokens = sum(row.total_length for row in rows)
     times = {name: statistics.median(c.times[1:]) for name, c in contenders.items()}
     sizes = {name: statistics.median(c.sizes[1:]) / tokens for name, c in contenders.items()}
-    print(
-        f"\n{len(rows)} rows, {tokens} tokens, {rounds} rounds{'':8}{'ms':>9}{'x ours':>8}{'B/token':>10}{'x ours':>8}"
-    )
+    print(f"\n{len(rows)} rows, {tokens} tokens, {rounds} rounds")
+    print(f"{'':40}{'ms':>9}{'x ours':>8}{'B/token':>10}{'x ours':>8}")
     for name, taken in times.items():
-        size = f"{sizes[name]:10.3f}{sizes[name] / sizes[OURS]:8.2f}"
-        print(f"{name:40}{taken * 1e3:9.1f}{taken / times[OURS]:8.2f}{size}")
+        cells = f"{sizes[name]:10.3f}{sizes[name] / sizes[OURS]:8.2f}"
+        print(f"{name:40}{taken * 1e3:9.1f}{taken / times[OURS]:8.2f}{cells}")
     for name, size in sizes.items():
         if name != OURS:
             verdict(
                 sizes[OURS] < size, f"{len(rows)} rows, ours {sizes[OURS]:.3f} B/token, {name} {size:.3f}"
-            )
-    for name, taken in times.items():
-        if name != OURS:
-            word = "faster" if times[OURS] < taken else "slower"
-            print(
-                f"{word}: {len(rows)} rows, objects to durable commit {taken / times[OURS]:.2f}x as fast as {name}"
             )
 
 
@@ -373,7 +375,7 @@ def sweep(title: str, columns: dict[str, pa.Table], folder: Path, rounds: int, j
         tried = [e for e in ENCODINGS if not (pa.types.is_floating(kind) and e == "DELTA_BINARY_PACKED")]
         values = len(table.column(0).combine_chunks().values)
         sizes = {e: chunk_size(table, e, path) / values for e in tried}
-        taken = take_turns({e: lambda e=e, t=table: chunk_size(t, e, path) for e in tried}, rounds)
+        taken = take_turns({e: partial(chunk_size, table, e, path) for e in tried}, rounds)
         cells = [
             f"{sizes[e]:18.4f}{ms(taken[e]):9.1f}" if e in sizes else f"{'-':>18}{'-':>9}" for e in ENCODINGS
         ]
@@ -394,13 +396,15 @@ def sweep(title: str, columns: dict[str, pa.Table], folder: Path, rounds: int, j
         )
 
 
-def token_variants(rows: Sequence[Trajectory]) -> dict[str, pa.Table]:
-    """Tokens as other data would have them: what repeats, and how large the ids are, decides."""
+def variants_of(rows: Sequence[Trajectory]) -> dict[str, pa.Table]:
+    """Columns as other data would have them: what repeats, and how large the ids are, decides."""
     rng = np.random.default_rng(1)
     plain = [np.asarray(row.tokens) for row in rows]
+    ends = np.cumsum([len(t) for t in plain])[:-1]
     far = rng.choice(150_000, VOCABULARY * 2, replace=False).astype(np.int32)
     variants = {
         "ids anywhere in 150k": [far[t] for t in plain],
+        "shuffled, so nothing repeats": np.split(rng.permutation(np.concatenate(plain)), ends),
         f"{SIBLINGS} siblings share 1/4 as prompt": [
             np.concatenate([plain[i // SIBLINGS * SIBLINGS][: len(t) // 4], t[len(t) // 4 :]])
             for i, t in enumerate(plain)
@@ -410,14 +414,19 @@ def token_variants(rows: Sequence[Trajectory]) -> dict[str, pa.Table]:
     if bare is not None:
         variants["without the system prompt"] = [np.asarray(r.tokens) for r in make_rows(len(rows), *bare)]
     kind = SCHEMA.field("tokens").type
-    return {label: pa.table({"tokens": pa.array(lists, kind)}) for label, lists in variants.items()}
+    tables = {label: pa.table({"tokens": pa.array(lists, kind)}) for label, lists in variants.items()}
+    gae = [rng.standard_normal(len(t)).astype(np.float32) for t in plain]
+    kind = SCHEMA.field("advantages").type
+    return tables | {"advantages, one per token (GAE)": pa.table({"advantages": pa.array(gae, kind)})}
 
 
 def sweeps(rows: Sequence[Trajectory], folder: Path, rounds: int) -> None:
     for count in (SMALL, LARGE):
         batch = pa.Table.from_batches([encode(rows[:count])])
         sweep(f"encodings, {count} rows", {n: batch.select([n]) for n in LISTS}, folder, rounds)
-    sweep(f"encodings of other tokens, {LARGE} rows", token_variants(rows), folder, rounds, judged=False)
+    sweep(
+        f"encodings of other data, {LARGE} rows, no target", variants_of(rows), folder, rounds, judged=False
+    )
 
 
 # Many writers
@@ -459,9 +468,7 @@ def many_writers(rows: Sequence[Trajectory], folder: Path, appends: int, rounds:
                 walls.setdefault(str(n), []).append(max(e for _, e in spans) - min(s for s, _ in spans))
                 assert TrajectoryStore.open(home).count() == n * appends * len(rows)
                 shutil.rmtree(home)
-    print(
-        f"\nwriter processes, {appends} appends of {len(rows)} rows each, {rounds} rounds, {os.cpu_count()} cores"
-    )
+    print(f"\n{appends} appends of {len(rows)} rows by each process, {rounds} rounds, {os.cpu_count()} cores")
     print(f"{'':40}{'rows/s':>10}{'MB/s':>8}{'x one':>8}")
     one = 1 / statistics.median(walls["1"][1:])
     for name, taken in walls.items():
@@ -501,9 +508,8 @@ def rewriting(rows: Sequence[Trajectory], folder: Path, rounds: int) -> None:
         },
         rounds,
     )
-    print(
-        f"\n{len(files)} files of {SMALL} rows, {rounds} rounds{'':12}{'ms':>8}{'us/row asked':>14}{'us/row there':>14}"
-    )
+    print(f"\n{len(files)} files of {SMALL} rows, {rounds} rounds")
+    print(f"{'':40}{'ms':>8}{'us/row asked':>14}{'us/row there':>14}")
     for name, times in taken.items():
         asked = SMALL if name.startswith("update") else len(rows)
         print(f"{name:40}{ms(times):8.1f}{ms(times) * 1e3 / asked:14.0f}{ms(times) * 1e3 / len(rows):14.0f}")
@@ -529,7 +535,7 @@ def main() -> None:
         os.environ.setdefault("HF_HOME", str(folder / "hf"))
         one = copy.copy(rows[0])
         levels = [Level(folder, n, one) for n in ((10, 100, 1000) if given.long else (10, 100))]
-        latency(rows, folder / "", levels, {SMALL: 100, LARGE: 60} if given.long else {SMALL: 40, LARGE: 20})
+        latency(rows, folder, levels, {SMALL: 100, LARGE: 60} if given.long else {SMALL: 40, LARGE: 20})
         opening(levels, one, 31 if given.long else 15)
         for count in (SMALL, LARGE):
             inner = folder / f"peers-{count}"

@@ -18,7 +18,7 @@ from trajstore.codec import Nulls, check, conform, encode, id_hashes
 from trajstore.errors import InputError, ValidationError
 from trajstore.store import side
 from trajstore.store.datafile import DataFile
-from trajstore.store.files import FileWriter
+from trajstore.store.files import FileWriter, storage_errors
 from trajstore.store.place import Place
 from trajstore.store.side import Refused
 from trajstore.store.table import Table
@@ -77,7 +77,7 @@ def append(
         return Commit(table.snapshot, 0, 0, True, (), {})
     storable = pa.schema([f for f in table.schema if f.name not in _STAMPS])
     refused: list[Refused] = []
-    with _Files(table.place, table.schema) as out:
+    with storage_errors(table.place), _Files(table.place, table.schema) as out:
         for batch in _encoded(rows, storable, nulls, refused if on_error == "quarantine" else None):
             out.write(stamp(conform(batch, storable)))
         done = out.finish()
@@ -219,7 +219,7 @@ class _Files:
             self._open.abort()
         if not self.committed:
             for file in self._done:
-                self.place.delete(file.name)
+                self.place.discard(file.name)
 
     def write(self, batch: pa.RecordBatch) -> None:
         if self._open is None:

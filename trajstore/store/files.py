@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from trajstore.errors import CorruptFileError
+from trajstore.errors import CorruptFileError, StorageError, TrajstoreError
 from trajstore.store.datafile import DataFile
 from trajstore.store.place import Place
 
@@ -58,7 +59,14 @@ class FileWriter:
         self._low: dict[str, int] = {}
         self._high: dict[str, int] = {}
         self._nulls = {f.name: 0 for f in schema if pa.types.is_integer(f.type)}
-        self._parquet = pq.ParquetWriter(pa.PythonFile(self._hashed, mode="w"), schema, **settings(schema))
+        try:
+            self._parquet = pq.ParquetWriter(
+                pa.PythonFile(self._hashed, mode="w"), schema, **settings(schema)
+            )
+        except BaseException:
+            self._sink.close()
+            self._aside.unlink()
+            raise
 
     def __enter__(self) -> FileWriter:
         return self
@@ -130,9 +138,29 @@ class FileWriter:
     def abort(self) -> None:
         """Removes the half-written file."""
         self._hashed.dropping = True  # the footer that Parquet writes when it closes goes nowhere
-        self._parquet.close()
-        self._sink.close()
-        self._aside.unlink(missing_ok=True)
+        try:
+            self._parquet.close()
+            with suppress(OSError):  # what is still buffered may not fit on a full disk: it goes anyway
+                self._sink.close()
+        finally:
+            self._aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def storage_errors(place: Place) -> Iterator[None]:
+    """Turns the operating system's refusals into ours.
+
+    Raises:
+        StorageError: a file could not be written.
+    """
+    try:
+        yield
+    except TrajstoreError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{place} refused a write: {error}", hint="nothing was committed; make room or get access"
+        ) from error
 
 
 class _Hashed:

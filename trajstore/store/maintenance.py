@@ -23,7 +23,7 @@ from trajstore.schema import BY_NAME, Column
 from trajstore.selection import VERSION_OF, Fresh, GapOf, fresh
 from trajstore.store import files, side
 from trajstore.store.datafile import DataFile, LogFile
-from trajstore.store.files import NAME, FileWriter
+from trajstore.store.files import NAME, FileWriter, storage_errors
 from trajstore.store.fsck import Finding, fsck
 from trajstore.store.place import Place
 from trajstore.store.scan import Scan, as_step
@@ -195,6 +195,9 @@ class Maintenance:
                 f"a retention of {retention_hours} h may remove files that are being committed or read",
                 hint=f"give at least {MINIMUM_RETENTION_HOURS:.0f}, or force=True when nothing else runs",
             )
+        there = (
+            self._place.entries()
+        )  # before the log is read: what is committed meanwhile is in the log then
         table = Table.open(self._place)
         used = {file.name for file in table.files()}
         for snapshot in {*keep, *side.kept_snapshots(self._place)}:
@@ -204,13 +207,13 @@ class Maintenance:
         # A file that a snapshot once used is as old as its removal, any other as its last write.
         names = [
             entry.name
-            for entry in self._place.entries()
+            for entry in there
             if NAME.fullmatch(entry.name)
             and entry.name not in used
             and (left.get(entry.name) or entry.modified) <= before
         ]
         for name in () if dry_run else names:
-            self._place.delete(name)
+            self._place.discard(name)
         return names
 
     def fsck(self, *, repair: bool = False) -> list[Finding]:
@@ -227,12 +230,13 @@ class Maintenance:
                 return Rewrite(table.snapshot, plan.rows, 0, 0)
             written: list[DataFile] = []
             try:
-                for merge in plan.add:
-                    written += _written(table, merge())
-                snapshot = table.swap(plan.remove, written, operation=operation, data_change=data_change)
+                with storage_errors(self._place):
+                    for merge in plan.add:
+                        written += _written(table, merge())
+                    snapshot = table.swap(plan.remove, written, operation=operation, data_change=data_change)
             except BaseException as error:
                 for file in written:
-                    self._place.delete(file.name)
+                    self._place.discard(file.name)
                 if isinstance(error, ConflictError):
                     continue
                 raise

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlparse
@@ -132,6 +133,11 @@ class Place:
     def delete(self, name: str) -> None:
         """Removes a file that is there."""
         self.filesystem.delete_file(self.path(name))
+
+    def discard(self, name: str) -> None:
+        """Removes a file if it is there."""
+        with suppress(FileNotFoundError):
+            self.filesystem.delete_file(self.path(name))
 
     def aside(self, name: str) -> Path:
         """Where to write a file before it is published: on the same disk, else in the temp folder."""

@@ -148,7 +148,7 @@ def _append(
         writer.write(pa.RecordBatch.from_pylist(list(rows), schema))
         file = writer.close()
     if table.commit([file], writer_id=key, batch_no=0, operation=name) is None:
-        place.delete(file.name)
+        place.discard(file.name)
 
 
 def _read(store: Place, name: str, schema: pa.Schema) -> pa.Table:

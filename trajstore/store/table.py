@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -56,6 +57,7 @@ class Table:
         self._files: tuple[int, list[LogFile]] | None = None
         self._arrivals: dict[str, int] = {}
         self._departures: dict[str, float] = {}
+        self._commits: dict[int, dict[str, Any]] = {}
         self._arrivals_up_to = -1
 
     @classmethod
@@ -80,12 +82,14 @@ class Table:
                 configuration=_CONFIGURATION | {_FORMAT_KEY: str(FORMAT_VERSION)},
                 storage_options=place.options,
                 raise_if_key_not_exists=False,
-                commit_properties=CommitProperties(custom_metadata={"trajstore": '{"operation": "create"}'}),
+                commit_properties=CommitProperties(
+                    custom_metadata={"trajstore": '{"operation": "create"}'}, max_commit_retries=0
+                ),
             )
         except OSError as error:
             raise InputError(f"cannot create a store at {place}: {error}") from error
         except DeltaError as error:
-            if "already exists" in str(error):
+            if "already exists" in str(error) or isinstance(error, CommitFailedError):
                 raise StoreExistsError(f"{place} was made by another process meanwhile") from error
             raise StorageError(f"cannot create a store at {place}: {error}") from error
         _sync_log(place, 0)
@@ -104,18 +108,16 @@ class Table:
             hint = f"make one: trajstore import FILE {place}"
             raise StoreNotFoundError(f"there is no store at {place}", hint=hint)
         try:
-            delta = DeltaTable(place.uri, storage_options=place.options)
-            newest = delta.version()
-            if snapshot is not None:
-                if not 0 <= snapshot <= newest:
-                    raise QueryError(
-                        f"{place} has no snapshot {snapshot}", hint=f"snapshots go from 0 to {newest}"
-                    )
-                delta.load_as_version(snapshot)
+            delta = DeltaTable(place.uri, version=snapshot, storage_options=place.options)
         except TableNotFoundError as error:
             raise StoreNotFoundError(f"there is no store at {place}") from error
-        except DeltaError as error:
-            raise CorruptFileError(f"the log of {place} cannot be read: {error}") from error
+        except (DeltaError, ValueError, OverflowError) as error:
+            if snapshot is not None:
+                newest = cls.open(place).snapshot
+                if not 0 <= snapshot <= newest:
+                    hint = f"snapshots go from 0 to {newest}"
+                    raise QueryError(f"{place} has no snapshot {snapshot}", hint=hint) from error
+            raise CorruptFileError(f"the log of {place} cannot be read: {_first_line(error)}") from error
         found = delta.metadata().configuration.get(_FORMAT_KEY)
         if found is None:
             raise StoreNotFoundError(
@@ -156,7 +158,9 @@ class Table:
         for number in range(self._arrivals_up_to + 1, self.snapshot + 1):
             if self.place.exists(_entry(number)):
                 for line in self.place.read(_entry(number)).splitlines():
-                    if line.startswith(b'{"add"'):
+                    if line.startswith(b'{"commitInfo"'):
+                        self._commits[number] = json.loads(line)["commitInfo"]
+                    elif line.startswith(b'{"add"'):
                         self._arrivals.setdefault(json.loads(line)["add"]["path"], number)
                     elif line.startswith(b'{"remove"'):
                         gone = json.loads(line)["remove"]
@@ -178,7 +182,7 @@ class Table:
         return None if number is None else int(number)
 
     def _unreadable(self, error: Exception) -> CorruptFileError:
-        return CorruptFileError(f"the log of {self.place} cannot be read: {error}")
+        return CorruptFileError(f"the log of {self.place} cannot be read: {_first_line(error)}")
 
     def committed_batch(self, writer_id: str) -> int | None:
         """The last batch number of this writer that is in the table, None when none is.
@@ -212,12 +216,7 @@ class Table:
         def attempt() -> int | None:
             if self._is_in(writer_id, batch_no):
                 return _ALREADY_IN
-            for file in files:
-                if not self.place.exists(file.name):
-                    raise ConflictError(
-                        f"data file {file.name} went away before its commit",
-                        hint="a vacuum with too short a retention ran; append the rows again",
-                    )
+            self._there(files)
             transactions = {_application(writer_id, self.epoch): batch_no}
             return self._attempt([_add_action(file, data_change=True) for file in files], note, transactions)
 
@@ -245,6 +244,7 @@ class Table:
             missing = gone - {file.name for file in self.files()}
             if missing:
                 raise ConflictError(f"{len(missing)} files were rewritten by another maintainer meanwhile")
+            self._there(add)
             actions: list[AddAction | RemoveAction] = [
                 *(_remove_action(file, data_change) for file in remove),
                 *(_add_action(file, data_change) for file in add),
@@ -254,6 +254,15 @@ class Table:
             return self._attempt(actions, note, {_MAINTENANCE: counter, **(transactions or {})})
 
         return self._until_committed(attempt)
+
+    def _there(self, files: Sequence[DataFile]) -> None:
+        """Refuses to commit a file that is not there: the log would point nowhere."""
+        for file in files:
+            if not self.place.exists(file.name):
+                raise ConflictError(
+                    f"data file {file.name} went away before its commit",
+                    hint="a vacuum with too short a retention ran; write the rows again",
+                )
 
     def _until_committed(self, attempt: Callable[[], int | None]) -> int:
         if self.pinned:
@@ -316,24 +325,23 @@ class Table:
             CorruptFileError: a file of that snapshot was vacuumed.
         """
         past = {file.name: file for file in Table.open(self.place, snapshot).files()}
-        for name in past:
-            if not self.place.exists(name):
-                raise CorruptFileError(
-                    f"snapshot {snapshot} cannot be restored: its file {name} is gone",
-                    hint="tag snapshots to keep them through a vacuum",
-                )
-        while True:
+        for _ in range(COMMIT_ATTEMPTS):
+            for name in past:
+                if not self.place.exists(name):
+                    raise CorruptFileError(
+                        f"snapshot {snapshot} cannot be restored: its file {name} is gone",
+                        hint="tag snapshots to keep them through a vacuum",
+                    )
             self.refresh()
             live = {file.name: file for file in self.files()}
-            try:
+            with suppress(ConflictError):  # a maintainer was first: what is live has changed
                 return self.swap(
                     [file for name, file in live.items() if name not in past],
                     [file for name, file in past.items() if name not in live],
                     operation="restore",
                     transactions={_EPOCH: self.epoch + 1, _RESTORED: snapshot},
                 )
-            except ConflictError:
-                continue
+        raise ConflictError(f"other maintainers were first {COMMIT_ATTEMPTS} times; nothing was restored")
 
     def add_columns(self, fields: Sequence[pa.Field]) -> int:
         """Adds nullable columns; files that do not have them are read as null there.
@@ -362,11 +370,16 @@ class Table:
 
     def history(self) -> list[Snapshot]:
         """Every snapshot up to this one, oldest first."""
-        return [read_snapshot(entry) for entry in reversed(self._delta.history())]
+        self._arrival()
+        return [read_snapshot(entry | {"version": number}) for number, entry in self._commits.items()]
 
 
 def _arrow_schema(delta: DeltaTable) -> pa.Schema:
     return pa.schema(delta.schema().to_arrow())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _application(writer_id: str, epoch: int) -> str:
