@@ -60,6 +60,8 @@ LISTS = ("tokens", "loss_mask", "behavior_log_probs", "advantages")
 ENCODINGS = ("dictionary", "BYTE_STREAM_SPLIT", "DELTA_BINARY_PACKED", "PLAIN")
 PEERS = {"JSONL (orjson)": "orjson", "datasets": "datasets", "Lance": "lance", "write_deltalake": "deltalake"}
 
+RUNS = ("advantages",)  # what our writer finds in these rows
+
 Ints = NDArray[np.int32]
 Times = dict[str, list[float]]
 
@@ -170,7 +172,7 @@ def size_of(folder: Path) -> int:
 
 def write_durable(table: pa.Table, path: Path) -> None:
     with path.open("wb") as sink:
-        pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, **settings(table.schema))
+        pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, **settings(table.schema, RUNS))
         sink.flush()
         os.fsync(sink.fileno())
 

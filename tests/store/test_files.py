@@ -4,11 +4,12 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from trajstore import CorruptFileError, PolicyVersion, Trajectory, TrajectoryStore, VersionSegment
-from trajstore.schema import SCHEMA, TOKEN_FLOATS
+from trajstore.schema import SCHEMA, TOKEN_FLOATS, list_of
 from trajstore.store import Place, files
 
 
@@ -26,7 +27,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 log_probs=rng.standard_normal(20), behavior_log_probs=rng.standard_normal(20),
                 token_rewards=rng.standard_normal(20), values=rng.standard_normal(20),
                 advantages=rng.standard_normal(20), returns=rng.standard_normal(20),
-                prompt_tokens=[7, 8], response_tokens=[9], reward=float(i % 3), version=PolicyVersion(i % 50),
+                prompt_tokens=[7, 8], response_tokens=[i, i + 9],
+                reward=float(i % 3), version=PolicyVersion(i % 50),
                 version_segments=[VersionSegment(5, 20, PolicyVersion(i % 50, 1.5, 2))],
             )
         )  # fmt: skip
@@ -42,8 +44,9 @@ def column(metadata: pq.FileMetaData, name: str) -> pq.ColumnChunkMetaData:
 @pytest.mark.parametrize(
     ("name", "encoding"),
     [
-        ("tokens.list.element", "RLE_DICTIONARY"),
-        ("prompt_tokens.list.element", "RLE_DICTIONARY"),
+        ("tokens.list.element", "PLAIN"),
+        ("prompt_tokens.list.element", "PLAIN"),
+        ("response_tokens.list.element", "PLAIN"),
         ("loss_mask.list.element", "RLE_DICTIONARY"),
         ("action_mask.list.element", "RLE_DICTIONARY"),
         ("attention_mask.list.element", "RLE_DICTIONARY"),
@@ -58,8 +61,85 @@ def column(metadata: pq.FileMetaData, name: str) -> pq.ColumnChunkMetaData:
 def test_encodings_are_in_the_file(path: Path, name: str, encoding: str) -> None:
     found = column(pq.read_metadata(path), name).encodings
     assert encoding in found
-    if encoding == "BYTE_STREAM_SPLIT":
+    if encoding != "RLE_DICTIONARY":
         assert "RLE_DICTIONARY" not in found
+
+
+def encoding_of(values: list[list[float]], folder: Path) -> str:
+    store = TrajectoryStore.create(folder)
+    store.append([Trajectory(tokens=[1] * len(v), prompt_length=0, advantages=v) for v in values])
+    (file,) = folder.glob("part-*.parquet")
+    found = column(pq.read_metadata(file), "advantages.list.element").encodings
+    assert store.scan(columns=["advantages"]).to_arrow()["advantages"].to_pylist() == values
+    return "RLE_DICTIONARY" if "RLE_DICTIONARY" in found else "BYTE_STREAM_SPLIT"
+
+
+RNG = np.random.default_rng(3)
+ONE_A_ROW = [[float(x)] * 40 for x in RNG.standard_normal(30).astype(np.float32)]
+ONE_A_TOKEN = RNG.standard_normal((30, 40)).astype(np.float32).tolist()
+OFF_THE_MASK = [[0.0] * 37 + row[:3] for row in ONE_A_TOKEN]
+
+
+@pytest.mark.parametrize(
+    ("values", "encoding"),
+    [
+        (ONE_A_ROW, "RLE_DICTIONARY"),
+        ([[0.0] * 20 + row[20:] for row in ONE_A_ROW], "RLE_DICTIONARY"),
+        ([[0.0] * 40] * 30, "RLE_DICTIONARY"),
+        (ONE_A_TOKEN, "BYTE_STREAM_SPLIT"),
+        (OFF_THE_MASK, "BYTE_STREAM_SPLIT"),
+    ],
+)
+def test_a_dictionary_where_values_repeat_the_one_before(
+    values: list[list[float]], encoding: str, tmp_path: Path
+) -> None:
+    assert encoding_of(values, tmp_path / "a") == encoding
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([[float("nan")] * 40, None], True), ([[], None], False), ([[1.0], [2.0], [3.0]], False)],
+)
+def test_runs_of_nan_nothing_and_single_values(values: list[list[float] | None], expected: bool) -> None:
+    batch = pa.record_batch({"advantages": pa.array(values, list_of(pa.float32()))})
+    assert ("advantages" in files.runs(batch)) == expected
+
+
+def test_the_first_rows_of_a_file_choose_for_all_of_it(tmp_path: Path) -> None:
+    schema = pa.schema([pa.field("advantages", list_of(pa.float32()))])
+    for first, then, chosen in (
+        (ONE_A_ROW, ONE_A_TOKEN, "RLE_DICTIONARY"),
+        (ONE_A_TOKEN, ONE_A_ROW, "BYTE_STREAM_SPLIT"),
+    ):
+        place = Place.of(tmp_path)
+        with files.FileWriter(place, schema) as writer:
+            for values, times in ((first, files.GATHER_ROWS // 30 + 1), (then, 1)):
+                writer.write(pa.record_batch([pa.array(values * times, schema.field(0).type)], schema))
+            made = writer.close()
+        metadata = pq.read_metadata(tmp_path / made.name)
+        last = metadata.row_group(metadata.num_row_groups - 1).column(0)
+        assert chosen in last.encodings
+        assert files.read(place, made, schema)["advantages"].to_pylist()[-30:] == then
+
+
+def test_a_file_without_rows_is_a_file(tmp_path: Path) -> None:
+    with files.FileWriter(Place.of(tmp_path), SCHEMA) as writer:
+        made = writer.close()
+    assert files.read(Place.of(tmp_path), made, SCHEMA).num_rows == 0
+    with pytest.raises(ZeroDivisionError), files.FileWriter(Place.of(tmp_path), SCHEMA):
+        _ = 1 / 0
+    assert [p.name for p in tmp_path.iterdir()] == [made.name]
+
+
+def test_rows_out_of_order_are_sorted_and_unknown_versions_come_last(tmp_path: Path) -> None:
+    schema = pa.schema([("oldest_version_id", pa.int64()), ("x", pa.int64())])
+    for versions in ([1, 1, 2, None], [3, None, 1, 2], [None, None, 0, 0], [2, 2, 1, 1]):
+        with files.FileWriter(Place.of(tmp_path), schema) as writer:
+            writer.write(pa.record_batch([pa.array(versions, pa.int64()), pa.array(range(4))], schema))
+            made = writer.close()
+        found = files.read(Place.of(tmp_path), made, schema).to_pydict()
+        order = sorted(range(4), key=lambda i: (versions[i] is None, versions[i], i))
+        assert found == {"oldest_version_id": [versions[i] for i in order], "x": order}
 
 
 def test_every_column_is_zstd_and_row_groups_are_small(path: Path) -> None:

@@ -9,9 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trajstore import Trajectory, TrajectoryStore
+from trajstore import CorruptFileError, Trajectory, TrajectoryStore
 from trajstore.store.datafile import DataFile
 from trajstore.store.files import FileWriter
+from trajstore.store.fsck import fsck
+from trajstore.store.log import TORN
+from trajstore.store.place import entry
 
 
 def rows(*names: str) -> list[Trajectory]:
@@ -99,3 +102,65 @@ def test_orphans_go_when_they_are_old_and_nothing_else_does(store: TrajectorySto
     assert sorted(store.path.iterdir()) == before
     assert store.count() == 3
     assert json.dumps([f.what for f in store.maintenance.fsck()]) == "[]"
+
+
+def newest(store: TrajectoryStore) -> Path:
+    return store.path / entry(store.snapshot)
+
+
+@pytest.mark.parametrize("kept", [1, 40, 0.5, -1])
+@pytest.mark.parametrize("tail", [b"", b"\0" * 100])
+def test_a_torn_newest_entry_is_put_aside_and_its_batch_can_be_sent_again(
+    store: TrajectoryStore, kept: float, tail: bytes
+) -> None:
+    store.append(rows("d"), writer_id="w", batch_no=0)
+    whole = newest(store).read_bytes()
+    cut = whole[: int(kept * len(whole)) if isinstance(kept, float) else kept]
+    newest(store).write_bytes(cut + tail)
+    data = set(store.path.glob("part-*"))
+    with pytest.raises(CorruptFileError):
+        TrajectoryStore.open(store.path)
+    error, *others = fsck(store._place, orphan_seconds=0)
+    assert (error.level, error.where, error.repaired) == ("error", entry(3), False)
+    assert all("no snapshot uses it" in f.what for f in others)
+    assert newest(store).exists()
+    error, *others = fsck(store._place, repair=True, orphan_seconds=0)
+    assert (error.where, error.repaired, [f.repaired for f in others]) == (entry(3), True, [False])
+    again = TrajectoryStore.open(store.path)
+    assert again.scan(columns=["id"]).to_arrow()["id"].to_pylist() == ["a", "b", "c"]
+    (aside,) = (store.path / TORN).iterdir()
+    assert aside.read_bytes() == cut + tail
+    fsck(store._place, repair=True, orphan_seconds=0)
+    named = {path for path in data if path.name.encode() in cut}
+    assert set(store.path.glob("part-*")) >= named, "what the entry names stays"
+    assert not again.append(rows("d"), writer_id="w", batch_no=0).already_in
+    assert again.count() == 4
+
+
+@pytest.mark.parametrize(
+    "how", ["in its middle", "whole", "not the newest", "empty", "under a checkpoint", "first"]
+)
+def test_an_entry_that_is_not_torn_stays_where_it_is(store: TrajectoryStore, how: str) -> None:
+    path, whole = newest(store), newest(store).read_bytes()
+    if how == "in its middle":
+        path.write_bytes(whole.replace(b'{"add"', b'{"add', 1))
+    elif how == "not the newest":
+        path = store.path / entry(1)
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "under a checkpoint":
+        store._table._delta.create_checkpoint()
+        path.write_bytes(whole[:-1])
+    elif how == "first":
+        other = TrajectoryStore.create(store.path / "other")
+        path, store = newest(other), other
+        path.write_bytes(path.read_bytes()[:-1])
+    before = path.read_bytes()
+    try:
+        found = fsck(store._place, repair=True)
+        assert not any("its end is missing" in f.what for f in found)
+    except CorruptFileError:
+        pass  # said, and left to a backup
+    assert path.read_bytes() == before
+    assert not (store.path / TORN).exists()

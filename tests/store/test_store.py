@@ -103,6 +103,7 @@ def test_a_bad_row_in_a_later_chunk_leaves_no_file(
 ) -> None:
     monkeypatch.setattr("trajstore.store.append.CHUNK_ROWS", 4)
     monkeypatch.setattr("trajstore.store.append.FILE_BYTES", 1)
+    monkeypatch.setattr("trajstore.store.files.GATHER_ROWS", 1)
     rows = [rollout(i) for i in range(10)]
     rows[9].loss_mask = [1]
     with pytest.raises(ValidationError, match="trajectory 9"):

@@ -193,7 +193,9 @@ def tag(
 @app.command(epilog="Example: trajstore fsck air")
 def fsck(
     store: Store,
-    repair: Annotated[bool, typer.Option("--repair", help="Remove files that no snapshot uses.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove orphans, set a torn log entry aside.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Read everything again: log, digests, statistics and every row's contract. Exits 1 on an error."""

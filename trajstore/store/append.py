@@ -115,7 +115,8 @@ def _checked(table: pa.Table, storable: pa.Schema) -> Iterator[pa.RecordBatch]:
         except ValidationError as error:
             raise error.moved(offset) from None
         offset += batch.num_rows
-        yield fitted
+        at = storable.get_field_index("id_hash")  # whatever it was given as
+        yield fitted.set_column(at, storable.field(at), id_hashes(fitted["id"].to_pylist()))
 
 
 def _chunks(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
@@ -182,12 +183,11 @@ class _Stamp:
         first = (self.batch_no << _SEQ_BITS) + self.rows
         ids = batch.column("id")
         nameless = pc.equal(ids, "")
+        columns = {name: batch.column(name) for name in batch.schema.names}
         if pc.any(nameless).as_py():
             made = [self._id(self.rows + int(i)) for i in np.asarray(nameless).nonzero()[0]]
-            ids = pc.replace_with_mask(ids, nameless, pa.array(made, pa.string()))
-        columns = {name: batch.column(name) for name in batch.schema.names}
-        columns["id"] = ids
-        columns["id_hash"] = id_hashes(ids.to_pylist())
+            columns["id"] = pc.replace_with_mask(ids, nameless, pa.array(made, pa.string()))
+            columns["id_hash"] = id_hashes(columns["id"].to_pylist())
         columns["ingested_at"] = pa.array([self.now] * count, pa.timestamp("us", "UTC"))
         columns["writer_id"] = pa.array([self.writer_id] * count, pa.string())
         columns["writer_seq"] = pa.array(np.arange(first, first + count))
@@ -248,8 +248,11 @@ def _not_finite(batch: pa.RecordBatch) -> Iterator[tuple[str, int]]:
         listed = pa.types.is_list(column.type)
         if not pa.types.is_floating(column.type.value_type if listed else column.type):
             continue
-        values = column.flatten() if listed else column.drop_null()
-        wild = ~np.isfinite(values.to_numpy(zero_copy_only=False))
+        values = (column.flatten() if listed else column.drop_null()).to_numpy(zero_copy_only=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(values.sum()):  # then so is each of them, and a sum is quickly made
+                continue
+        wild = ~np.isfinite(values)
         if wild.any():
             parents = column.value_parent_indices().to_numpy() if listed else np.arange(len(values))
             yield name, len(np.unique(parents[wild]))

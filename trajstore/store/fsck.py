@@ -1,9 +1,13 @@
-"""Owns the check of a whole store against its log and its contract; repairs only what loses no row."""
+"""Owns the check of a whole store against its log and its contract; repairs only what loses no row.
+
+What is put right: orphans, once they are old, and a torn newest entry of the log, which is put aside.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +21,8 @@ from trajstore.errors import CorruptFileError, ValidationError
 from trajstore.store import files
 from trajstore.store.datafile import LogFile
 from trajstore.store.files import NAME
-from trajstore.store.place import Place
+from trajstore.store.log import TORN, torn_entry
+from trajstore.store.place import Place, entry
 from trajstore.store.table import Table
 
 ORPHAN_SECONDS = 3600.0
@@ -48,17 +53,37 @@ def fsck(place: Place, *, repair: bool = False, orphan_seconds: float = ORPHAN_S
 
     Args:
         place: the store's.
-        repair: remove orphans, files that no snapshot ever used.
+        repair: remove orphans, files that no snapshot ever used; put a torn newest entry of the log
+            aside, which keeps the files that it names.
         orphan_seconds: how old an orphan must be to be removed.
 
     Raises:
         CorruptFileError: the log itself cannot be read.
     """
-    table = Table.open(place)
+    table, torn = _open(place, repair)
     found = [finding for file in table.files() for finding in _file(table, file)]
     if not found:
         found += _duplicates(table)
-    return found + list(_orphans(table, repair, orphan_seconds))
+    # Files of a torn entry may be part of what its line no longer names: not now.
+    return torn + found + list(_orphans(table, repair and not torn, orphan_seconds))
+
+
+def _open(place: Place, repair: bool) -> tuple[Table, list[Finding]]:
+    """The table, at the snapshot before the newest one when the entry of that is torn."""
+    number = torn_entry(place)
+    if number is None:
+        return Table.open(place), []
+    try:
+        return Table.open(place), []
+    except CorruptFileError:
+        before = Table.open(place, number - 1)  # proves that this entry is what cannot be read
+    if repair:
+        place.move(entry(number), f"{TORN}/{number:020d}-{uuid.uuid4().hex}.json")
+    what = "its end is missing: a power cut came before its commit was acknowledged"
+    next = "--repair puts it aside; then send the batch again" if not repair else "send its batch again"
+    return Table.open(place) if repair else before, [
+        Finding("error", entry(number), what, next, repaired=repair)
+    ]
 
 
 def _file(table: Table, file: LogFile) -> Iterator[Finding]:
@@ -115,28 +140,30 @@ def _duplicates(table: Table) -> Iterator[Finding]:
     schema = pa.schema([table.schema.field("id")])
     parts = [files.read(table.place, file, schema)["id"] for file in table.files()]
     ids = pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.string())
-    for entry in pc.value_counts(ids).to_pylist():
-        if entry["counts"] > 1:
+    for counted in pc.value_counts(ids).to_pylist():
+        if counted["counts"] > 1:
             yield Finding(
                 "warning",
-                f"id {entry['values']!r}",
-                f"names {entry['counts']} rows",
+                f"id {counted['values']!r}",
+                f"names {counted['counts']} rows",
                 "delete all but one; updates by id refuse it until then",
             )
 
 
 def _orphans(table: Table, repair: bool, seconds: float) -> Iterator[Finding]:
     known = table.departures()
-    for entry in table.place.entries():
-        if "/" in entry.name or entry.name in known or not NAME.fullmatch(entry.name):
+    torn = b"".join(table.place.read(e.name) for e in table.place.entries(TORN))
+    for there in table.place.entries():
+        if "/" in there.name or there.name in known or not NAME.fullmatch(there.name):
             continue
-        old = time.time() - entry.modified >= seconds
-        if repair and old:
-            table.place.delete(entry.name)
+        old = time.time() - there.modified >= seconds
+        gone = repair and old and there.name.encode() not in torn
+        if gone:
+            table.place.discard(there.name)
         yield Finding(
             "warning",
-            entry.name,
-            f"no snapshot uses it ({entry.bytes:,} bytes)",
+            there.name,
+            f"no snapshot uses it ({there.bytes:,} bytes)",
             "left by a writer that was killed; --repair removes it once it is an hour old",
-            repaired=repair and old,
+            repaired=gone,
         )

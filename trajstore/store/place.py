@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 from urllib.parse import urlparse
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pyarrow.fs as pafs
 from trajstore.errors import InputError
 
 LOG = "_delta_log"
+_COPIED = 8 << 20
 
 
 class Entry(NamedTuple):
@@ -134,33 +136,55 @@ class Place:
         """Removes a file that is there."""
         self.filesystem.delete_file(self.path(name))
 
+    def move(self, name: str, to: str) -> None:
+        """Gives a file on disk another name, which survives a power cut."""
+        if self.folder is None:
+            raise InputError(f"{self} is not on a disk", hint="copy the object with another program")
+        (self.folder / to).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).rename(self.folder / to)
+        for changed in (to, name):
+            sync((self.folder / changed).parent)
+
     def discard(self, name: str) -> None:
         """Removes a file if it is there."""
         with suppress(FileNotFoundError):
             self.filesystem.delete_file(self.path(name))
 
-    def aside(self, name: str) -> Path:
-        """Where to write a file before it is published: on the same disk, else in the temp folder."""
-        return (self.folder or Path(tempfile.gettempdir())) / name
+    def aside(self, name: str) -> BinaryIO:
+        """A file to write before it is published: of this name on the same disk, of none in the temp folder.
 
-    def publish(self, aside: Path, name: str) -> None:
+        A file without a name goes with its process, however that ends.
+        """
+        return tempfile.TemporaryFile() if self.folder is None else (self.folder / name).open("w+b")
+
+    def drop(self, aside: str) -> None:
+        """Removes a file that will not be published."""
+        if self.folder is not None:
+            (self.folder / aside).unlink(missing_ok=True)
+
+    def publish(self, source: BinaryIO, aside: str, name: str) -> None:
         """Gives a finished, durable file its name; it appears whole or not at all."""
         if self.folder is not None:
-            aside.rename(self.folder / name)
+            (self.folder / aside).rename(self.folder / name)
             self.sync("")
             return
-        pafs.copy_files(
-            str(aside),
-            self.path(name),
-            source_filesystem=pafs.LocalFileSystem(),
-            destination_filesystem=self.filesystem,
-        )
-        aside.unlink()
+        source.seek(0)
+        try:
+            with self.filesystem.open_output_stream(self.path(name)) as sink:
+                shutil.copyfileobj(source, sink, _COPIED)
+        except BaseException:
+            self.discard(name)
+            raise
 
     def sync(self, name: str) -> None:
         """Makes the bytes of a file, or the names in a folder, survive a power cut; buckets do so at once."""
         if self.folder is not None:
             sync(self.folder / name)
+
+
+def entry(number: int) -> str:
+    """The log's entry of a snapshot."""
+    return f"{LOG}/{number:020d}.json"
 
 
 def sync(path: Path) -> None:

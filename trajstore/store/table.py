@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction
+from deltalake.transaction import AddAction, PostCommitHookProperties, RemoveAction
 
 from trajstore.errors import (
     ConflictError,
@@ -29,7 +29,8 @@ from trajstore.errors import (
 )
 from trajstore.schema import FORMAT_VERSION, check_format
 from trajstore.store.datafile import DataFile, LogFile, Snapshot, log_file, read_snapshot
-from trajstore.store.place import LOG, Place
+from trajstore.store.log import LogReader
+from trajstore.store.place import LOG, Place, entry
 
 COMMIT_ATTEMPTS = 100
 
@@ -43,6 +44,7 @@ _CONFIGURATION = {
     "delta.logRetentionDuration": "interval 36500 days",  # history is the point
     "delta.appendOnly": "false",
 }
+_AFTER = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=False)
 
 
 class Table:
@@ -55,10 +57,8 @@ class Table:
         self._delta = delta
         self.schema: pa.Schema = _arrow_schema(delta)
         self._files: tuple[int, list[LogFile]] | None = None
-        self._arrivals: dict[str, int] = {}
-        self._departures: dict[str, float] = {}
-        self._commits: dict[int, dict[str, Any]] = {}
-        self._arrivals_up_to = -1
+        self._known: tuple[int, dict[str, int | None]] = (-1, {})  # transactions at a snapshot
+        self._log = LogReader(place)
 
     @classmethod
     def create(cls, place: Place, schema: pa.Schema) -> Table:
@@ -117,7 +117,7 @@ class Table:
                 if not 0 <= snapshot <= newest:
                     hint = f"snapshots go from 0 to {newest}"
                     raise QueryError(f"{place} has no snapshot {snapshot}", hint=hint) from error
-            raise CorruptFileError(f"the log of {place} cannot be read: {_first_line(error)}") from error
+            raise _unreadable(place, error) from error
         found = delta.metadata().configuration.get(_FORMAT_KEY)
         if found is None:
             raise StoreNotFoundError(
@@ -134,17 +134,24 @@ class Table:
 
     def refresh(self) -> None:
         """Moves to the newest snapshot, unless the handle is pinned."""
-        if not self.pinned:
+        if not self.pinned and not self._is_newest():
             try:
                 self._delta.update_incremental()
             except (DeltaError, OSError) as error:
-                raise self._unreadable(error) from error
+                raise _unreadable(self.place, error) from error
             self.schema = _arrow_schema(self._delta)
+
+    def _is_newest(self) -> bool:
+        """Whether the log has no further entry: on a disk, a look costs a hundredth of what delta-rs does."""
+        exists = self.place.exists
+        return self.place.folder is not None and (
+            exists(entry(self.snapshot)) and not exists(entry(self.snapshot + 1))
+        )
 
     def files(self) -> list[LogFile]:
         """Data files of the snapshot, in order of arrival."""
         if self._files is None or self._files[0] != self.snapshot:
-            arrivals = self._arrival()
+            arrivals = self._log.up_to(self.snapshot).arrivals
             actions = pa.table(self._delta.get_add_actions(flatten=True)).to_pylist()
             files = [log_file(action, arrivals.get(action["path"], 0)) for action in actions]
             self._files = (self.snapshot, sorted(files, key=lambda f: (f.snapshot, f.name)))
@@ -152,21 +159,8 @@ class Table:
 
     def departures(self) -> dict[str, float | None]:
         """Files of every snapshot up to this one, and when they last left the table, in seconds."""
-        return {name: self._departures.get(name) for name in self._arrival()}
-
-    def _arrival(self) -> dict[str, int]:
-        for number in range(self._arrivals_up_to + 1, self.snapshot + 1):
-            if self.place.exists(_entry(number)):
-                for line in self.place.read(_entry(number)).splitlines():
-                    if line.startswith(b'{"commitInfo"'):
-                        self._commits[number] = json.loads(line)["commitInfo"]
-                    elif line.startswith(b'{"add"'):
-                        self._arrivals.setdefault(json.loads(line)["add"]["path"], number)
-                    elif line.startswith(b'{"remove"'):
-                        gone = json.loads(line)["remove"]
-                        self._departures[gone["path"]] = gone["deletionTimestamp"] / 1000
-        self._arrivals_up_to = self.snapshot
-        return self._arrivals
+        log = self._log.up_to(self.snapshot)
+        return {name: log.departures.get(name) for name in log.arrivals}
 
     @property
     def epoch(self) -> int:
@@ -175,14 +169,16 @@ class Table:
 
     def _transaction(self, name: str) -> int | None:
         """The number that the log holds for an application."""
-        try:
-            number = self._delta.transaction_version(name)
-        except DeltaError as error:
-            raise self._unreadable(error) from error
-        return None if number is None else int(number)
-
-    def _unreadable(self, error: Exception) -> CorruptFileError:
-        return CorruptFileError(f"the log of {self.place} cannot be read: {_first_line(error)}")
+        if self._known[0] != self.snapshot:
+            self._known = (self.snapshot, {})
+        known = self._known[1]
+        if name not in known:
+            try:
+                number = self._delta.transaction_version(name)
+            except DeltaError as error:
+                raise _unreadable(self.place, error) from error
+            known[name] = None if number is None else int(number)
+        return known[name]
 
     def committed_batch(self, writer_id: str) -> int | None:
         """The last batch number of this writer that is in the table, None when none is.
@@ -295,14 +291,20 @@ class Table:
         )
         try:
             self._delta.create_write_transaction(
-                actions, "append", self._delta.schema(), commit_properties=properties
+                actions,
+                "append",
+                self._delta.schema(),
+                commit_properties=properties,
+                post_commithook_properties=_AFTER,
             )
         except CommitFailedError:
             return None
         except (DeltaError, OSError) as error:
             raise StorageError(f"the commit could not be written to {self.place}: {error}") from error
         _sync_log(self.place, base + 1)
+        known = self._known[1] if self._known[0] == base else {}
         self.refresh()
+        self._known = (base + 1, {**known, **transactions})  # of no use when others were quick
         return base + 1
 
     def _is_in(self, writer_id: str, batch_no: int) -> bool:
@@ -370,12 +372,19 @@ class Table:
 
     def history(self) -> list[Snapshot]:
         """Every snapshot up to this one, oldest first."""
-        self._arrival()
-        return [read_snapshot(entry | {"version": number}) for number, entry in self._commits.items()]
+        commits = self._log.up_to(self.snapshot).commits
+        return [read_snapshot(commit | {"version": number}) for number, commit in commits.items()]
 
 
 def _arrow_schema(delta: DeltaTable) -> pa.Schema:
     return pa.schema(delta.schema().to_arrow())
+
+
+def _unreadable(place: Place, error: Exception) -> CorruptFileError:
+    return CorruptFileError(
+        f"the log of {place} cannot be read: {_first_line(error)}",
+        hint=f"trajstore fsck {place} says why, when it can be repaired",
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -401,11 +410,7 @@ def _add_action(file: DataFile, data_change: bool) -> AddAction:
     return AddAction(file.name, file.bytes, {}, now, data_change, json.dumps(statistics))
 
 
-def _entry(number: int) -> str:
-    return f"{LOG}/{number:020d}.json"
-
-
 def _sync_log(place: Place, number: int) -> None:
     """delta-rs never fsyncs: without this a power cut can take the newest commits away in silence."""
-    place.sync(_entry(number))
+    place.sync(entry(number))
     place.sync(LOG)
