@@ -14,9 +14,9 @@ demo: $(READY)
 test: $(READY) lint
 	$(BIN)/python -m pytest
 
-# The long form of the fault tests: many more processes, kills and commits, on disk and on S3.
+# The long form: many more processes, kills and commits, on disk and on S3, and a wheel installed from an index.
 soak: $(READY)
-	TRAJSTORE_SOAK=1 $(BIN)/python -m pytest tests/faults -rP --durations=10
+	TRAJSTORE_SOAK=1 $(BIN)/python -m pytest tests/faults tests/test_wheel.py -rP --durations=10
 
 lint: $(READY)
 	$(BIN)/ruff check trajstore tests

@@ -52,7 +52,7 @@ def test_two_imports_that_make_one_store_do_not_mix(tmp_path: Path) -> None:
 
     def meet(progress: Progress) -> None:
         if progress.rows == 25:
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=300)
 
     outcomes: list[object] = []
 

@@ -1,13 +1,21 @@
-"""`pip install` of the wheel into an empty environment gives a working `trajstore` command."""
+"""The wheel in an environment that has what it requires and no more gives a working `trajstore` command.
+
+In the long form pip downloads all of it into an empty environment, which takes a minute.
+"""
 
 import json
+import os
 import subprocess
 import sys
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+SOAK = os.environ.get("TRAJSTORE_SOAK") == "1"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -17,24 +25,39 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def give_what_is_declared(env: Path) -> None:
+    """Links what the installed wheel requires, and what that requires in turn, from where we run."""
+    (site,) = env.glob("lib/python*/site-packages")
+    seen = {"trajstore"}
+    wanted = list(metadata.Distribution.at(next(site.glob("trajstore-*.dist-info"))).requires or [])
+    while wanted:
+        needed = Requirement(wanted.pop())
+        name = canonicalize_name(needed.name)
+        if name in seen or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        found = metadata.distribution(name)
+        wanted += found.requires or []
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] != ".."}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(found.locate_file(top))))
+
+
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob("trajstore-*.whl")
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    run(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-compile",
-        "-c",
-        ROOT / "constraints.txt",
-        wheel,
-        cwd=tmp_path,
-    )
+    env = tmp_path / "env"
+    if SOAK:
+        venv.create(env, with_pip=True)
+        pip = [env / "bin" / "python", "-m", "pip"]
+        run(*pip, "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    else:
+        venv.create(env)
+        pip = [sys.executable, "-m", "pip", "--python", env / "bin" / "python"]
+        run(*pip, "install", "-q", "--no-compile", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+        give_what_is_declared(env)
+    python = env / "bin" / "python"
     trajstore = tmp_path / "env" / "bin" / "trajstore"
     assert run(trajstore, "--version", cwd=tmp_path).strip() == "0.1.0"
     row = {"id": "a", "tokens": [1, 2, 3], "prompt_length": 1, "response_length": 2, "reward": 0.5}

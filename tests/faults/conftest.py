@@ -19,7 +19,7 @@ from trajstore import TrajectoryStore
 
 ROOT = Path(__file__).resolve().parents[2]
 SOAK = os.environ.get("TRAJSTORE_SOAK") == "1"
-PATIENCE = 3600.0 if SOAK else 120.0
+PATIENCE = 3600.0 if SOAK else 900.0
 """Seconds after which a process counts as hung; nothing else depends on time."""
 S3_WHEN_LONG = pytest.mark.parametrize("where", ["disk", "s3"] if SOAK else ["disk"], indirect=True)
 """For what has little to do with the kind of place: the S3 server of the tests is slow."""
@@ -71,8 +71,12 @@ class Workers:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, "nothing happened"
-            assert all(p.poll() in (None, 0) for p in self.started), self.said()
+            self.check()
             time.sleep(0.002)
+
+    def check(self) -> None:
+        """Fails when a process ended badly."""
+        assert all(p.poll() in (None, 0) for p in self.started), self.said()
 
 
 @dataclass

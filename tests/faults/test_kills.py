@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.faults.conftest import PATIENCE, S3_WHEN_LONG, Where
-from tests.faults.workers import batches_in
+from tests.faults.workers import batches_in, write
 from trajstore import TrajectoryStore
 from trajstore.store.files import NAME
 from trajstore.store.place import LOG
@@ -51,14 +51,14 @@ def _sweep(store: TrajectoryStore, *, at_least: int = 0) -> int:
 def test_writers_killed_at_random_moments(where: Where) -> None:
     store = where.create()
     folder, workers = where.workers.folder, where.workers
-    stop, names = folder / "stop", ["w0", "w1", "w2"][: where.count(disk=3, s3=2, soak=3)]
+    stop, names = folder / "stop", ["w0", "w1", "w2"][: where.count(disk=2, s3=2, soak=3)]
 
     def start(name: str):
         (folder / f"{name}.ready").unlink(missing_ok=True)
         return workers.start("write", uri=where.uri, writer=name, progress=folder / f"{name}.txt", stop=stop)
 
     running = {name: start(name) for name in names}
-    kills = where.count(disk=6, s3=2, soak=50)
+    kills = where.count(disk=4, s3=2, soak=50)
     for number in range(kills):
         name = names[number % len(names)]
         workers.until((folder / f"{name}.ready").exists)
@@ -73,11 +73,9 @@ def test_writers_killed_at_random_moments(where: Where) -> None:
     sent = {name: int((folder / f"{name}.txt").read_text()) for name in names}
     assert batches_in(store) == sent
     for name in names:
-        (folder / f"{name}.txt").unlink()  # a writer that knows nothing any more sends all again
-        workers.start(
-            "write", uri=where.uri, writer=name, progress=folder / f"{name}.txt", batches=sent[name]
-        )
-    workers.finish()
+        progress = folder / f"{name}.txt"
+        progress.unlink()  # a writer that knows nothing any more sends all again
+        write(where.open(), writer=name, progress=str(progress), batches=sent[name], patience=PATIENCE)
     assert batches_in(store) == sent
     assert sum(e.operation == "append" for e in store.history()) == sum(sent.values())
     resent = sum(len(p.read_text().splitlines()) for p in folder.glob("*.resent")) - sum(sent.values())
@@ -95,8 +93,7 @@ def test_a_writer_killed_at_this_point(where: Where, point: str) -> None:
     assert process.wait(PATIENCE) == -signal.SIGKILL, where.workers.said()
     where.workers.started.remove(process)
     assert store.count() == (7 if point == "committed" else 0)
-    where.workers.start("write", **call)
-    where.workers.finish()
+    write(where.open(), writer="w", progress=str(call["progress"]), batches=1, patience=PATIENCE)
     assert batches_in(store) == {"w": 1}
     on_disk = where.kind == "disk" or point == "written"
     assert _sweep(store) == (1 if point != "committed" and on_disk else 0)
@@ -108,7 +105,7 @@ def test_a_writer_killed_at_this_point(where: Where, point: str) -> None:
 def test_maintainers_killed_at_random_moments(where: Where) -> None:
     store = where.create()
     folder, workers = where.workers.folder, where.workers
-    stop, kills = folder / "stop", where.count(disk=5, s3=2, soak=25)
+    stop, kills = folder / "stop", where.count(disk=3, s3=2, soak=25)
     writer = workers.start("write", uri=where.uri, writer="w", progress=folder / "w.txt", stop=stop)
 
     def start(number: int):

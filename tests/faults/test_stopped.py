@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from tests.faults.conftest import S3_WHEN_LONG, Where
-from tests.faults.workers import batch, batches_in
+from tests.faults.conftest import PATIENCE, S3_WHEN_LONG, Where
+from tests.faults.workers import batch, batches_in, write
 from trajstore import CorruptFileError, Trajectory
 
 
@@ -70,8 +70,7 @@ def test_what_a_restore_rolled_back_is_accepted_once_more(where: Where) -> None:
         """Batches that were answered `already in`."""
         note.write_text(str(first))
         note.with_suffix(".resent").unlink(missing_ok=True)
-        where.workers.start("write", uri=where.uri, writer="w", progress=note, batches=upto)
-        where.workers.finish()
+        write(where.open(), writer="w", progress=str(note), batches=upto, patience=PATIENCE)
         told = note.with_suffix(".resent")
         return [int(n) for n in told.read_text().split()] if told.exists() else []
 

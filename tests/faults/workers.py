@@ -232,7 +232,7 @@ def yesterday(store: TrajectoryStore, *, writer: str, progress: str, batches: in
     write(store, writer=writer, progress=progress, batches=batches, patience=patience)
 
 
-def fork(store: TrajectoryStore, *, answer: str, **_: Any) -> None:
+def fork(store: TrajectoryStore, *, answer: str, patience: float) -> None:
     """Forks with an open store; the child tries to use it, then the parent does."""
     store.append(batch("w", 0), writer_id="w", batch_no=0)
     outcome = {}
@@ -249,7 +249,7 @@ def fork(store: TrajectoryStore, *, answer: str, **_: Any) -> None:
                 said = f"{type(error).__name__}: {error}"
             _durably(Path(f"{answer}-{verb}"), said)
             os._exit(0)
-        end = time.monotonic() + 15
+        end = time.monotonic() + patience
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             if time.monotonic() > end:
                 os.kill(child, signal.SIGKILL)

@@ -22,7 +22,7 @@ def s3_options() -> Iterator[dict[str, str]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             assert server.poll() is None, "moto_server stopped"
             assert time.monotonic() < deadline, "moto_server did not start"

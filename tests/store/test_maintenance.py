@@ -187,7 +187,6 @@ def test_vacuum_keeps_what_is_kept_and_a_restore_of_the_rest_says_so(store: Traj
     named = store.maintenance.vacuum(0, dry_run=True, force=True)
     assert len(named) == 8
     assert store.at(7).scan().to_arrow().num_rows == 61
-    time.sleep(0.01)
     removed = store.maintenance.vacuum(0, keep=[2], force=True)
     assert len(removed) == 6
     assert ids(store.at(2)) == [f"row-{i}" for i in range(20)]
@@ -225,7 +224,7 @@ def test_two_maintainers_and_two_writers_lose_and_double_nothing(tmp_path: Path)
     writers = [context.Process(target=_write, args=(path, w, enough, written)) for w in (1, 2)]
     for process in (*maintainers, *writers):
         process.start()
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + 900
     try:
         while any(process.is_alive() for process in writers):
             seen = [i for i in ids(store) if not i.startswith("doomed")]

@@ -1,12 +1,10 @@
 """The handle: create, open, append, count, history, at, quarantine; and many processes at once."""
 
 import json
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -269,35 +267,6 @@ def test_paths_of_any_kind(tmp_path: Path, name: str) -> None:
     store = TrajectoryStore.create(tmp_path / name)
     store.append([rollout(0)])
     assert TrajectoryStore.open(tmp_path / name).scan().to_trajectories() == [normalize(rollout(0))]
-
-
-def _write(path: str, writer: int, batches: int) -> None:
-    store = TrajectoryStore.open(path)
-    for k in range(batches):
-        rows = [rollout(1000 * writer + 10 * k + j, version=k) for j in range(5)]
-        commit = store.append(rows, writer_id=f"writer-{writer}", batch_no=k)
-        assert not commit.already_in
-
-
-def test_concurrent_processes_lose_and_double_nothing(store: TrajectoryStore) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_write, args=(str(store.path), w, 8)) for w in range(3)]
-    for worker in workers:
-        worker.start()
-    seen = 0
-    while any(worker.is_alive() for worker in workers):
-        count = store.count()
-        assert count >= seen
-        assert count % 5 == 0
-        seen = count
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    rows = store.scan().to_arrow()
-    assert len(rows) == len(set(rows["id"].to_pylist())) == 3 * 8 * 5
-    for w in range(3):
-        mine = rows.filter(pa.compute.equal(rows["writer_id"], f"writer-{w}"))
-        assert (np.diff(mine["writer_seq"].to_numpy()) > 0).all()
 
 
 def test_importing_trajstore_is_light() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from trajstore import CorruptFileError, InputError, StorageError, Trajectory, TrajectoryStore, ValidationError
+from trajstore import InputError, StorageError, Trajectory, TrajectoryStore, ValidationError
 
 
 def row(name: str) -> Trajectory:
@@ -29,7 +29,7 @@ def ids(store: TrajectoryStore) -> list[str]:
 
 
 def test_many_threads_become_few_commits(store: TrajectoryStore) -> None:
-    with store.writer(max_rows=50, max_age=60) as writer:
+    with store.writer(max_rows=50, max_age=3600) as writer:
 
         def work(k: int) -> None:
             for i in range(40):
@@ -53,7 +53,7 @@ def test_many_threads_become_few_commits(store: TrajectoryStore) -> None:
 
 
 def test_rows_added_one_by_one_share_a_row_group(store: TrajectoryStore) -> None:
-    with store.writer(max_rows=5000, max_age=60) as writer:
+    with store.writer(max_rows=5000, max_age=3600) as writer:
         for i in range(150):
             writer.add(row(str(i)))
     (file,) = store.scan().data_files()
@@ -63,11 +63,11 @@ def test_rows_added_one_by_one_share_a_row_group(store: TrajectoryStore) -> None
 def test_age_commits_without_being_asked(store: TrajectoryStore) -> None:
     with store.writer(max_age=0.1) as writer:
         writer.add(row("a"))
-        deadline = time.monotonic() + 30
-        while store.count() == 0:
+        deadline = time.monotonic() + 300
+        while writer.metrics().commits == 0:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert writer.metrics().commits == 1
+        assert (store.count(), writer.metrics().commits) == (1, 1)
 
 
 def test_a_bad_row_is_the_error_of_who_gave_it(store: TrajectoryStore) -> None:
@@ -80,20 +80,20 @@ def test_a_bad_row_is_the_error_of_who_gave_it(store: TrajectoryStore) -> None:
 
 
 def test_a_failed_commit_surfaces_and_stays(store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = store.writer(max_age=60)
+    writer = store.writer(max_age=3600)
     writer.add(row("a"))
     (store.path / "_delta_log").rename(store.path / "moved")
-    with pytest.raises(CorruptFileError, match="log of"):
+    with pytest.raises(StorageError, match="the commit could not be written"):
         writer.flush()
     (store.path / "moved").rename(store.path / "_delta_log")
     for call in (writer.flush, writer.close, lambda: writer.add(row("b"))):
-        with pytest.raises(CorruptFileError):
+        with pytest.raises(StorageError):
             call()
     assert store.count() == 0
 
 
 def test_too_much_queued_makes_add_wait(store: TrajectoryStore) -> None:
-    with store.writer(max_rows=5, max_age=60) as writer:
+    with store.writer(max_rows=5, max_age=3600) as writer:
         done = threading.Event()
 
         def work() -> None:
@@ -121,7 +121,7 @@ def test_await_lets_others_run(store: TrajectoryStore) -> None:
                 await asyncio.sleep(0)
 
         ticking = asyncio.create_task(tick())
-        with store.writer(max_rows=4, max_age=60) as writer:
+        with store.writer(max_rows=4, max_age=3600) as writer:
             for i in range(30):
                 await writer.add(row(str(i)))
             stop.set()
@@ -155,13 +155,13 @@ def test_closed_and_pinned_and_limits(store: TrajectoryStore) -> None:
 SCRIPT = """
 import sys, time
 from trajstore import Trajectory, TrajectoryStore
-writer = TrajectoryStore.open(sys.argv[1]).writer(max_age=60, writer_id="w")
+writer = TrajectoryStore.open(sys.argv[1]).writer(max_age=3600, writer_id="w")
 writer.add([Trajectory(id=f"flushed-{i}", tokens=[1]) for i in range(10)])
 writer.flush()
 writer.add([Trajectory(id=f"late-{i}", tokens=[1]) for i in range(10)])
 print("ready", flush=True)
 if len(sys.argv) > 2:
-    time.sleep(60)
+    time.sleep(3600)  # until it is killed
 """
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from trajstore.store.place import LOG, Place, entry
 
+S3_THREADS = 16
 TORN = "_trajstore/torn"
 """Where a torn entry is put; Delta and vacuum look at neither."""
 
@@ -15,7 +20,7 @@ _NUMBER = re.compile(LOG + r"/(\d{20})\.(json|checkpoint.*\.parquet)")
 
 
 class LogReader:
-    """What the entries up to some snapshot say; each is read once.
+    """What the entries up to some snapshot say; each is read once. Safe to share between threads.
 
     Attributes:
         arrivals: the snapshot that first brought a file, by the file's name.
@@ -23,28 +28,53 @@ class LogReader:
         commits: what each commit says of itself, by snapshot.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._up_to = -1
         self.arrivals: dict[str, int] = {}
         self.departures: dict[str, float] = {}
         self.commits: dict[int, dict[str, Any]] = {}
 
-    def up_to(self, snapshot: int) -> LogReader:
-        """Reads what is new up to a snapshot."""
-        for number in range(self._up_to + 1, snapshot + 1):
-            if not self._place.exists(entry(number)):
-                continue
-            for line in self._place.read(entry(number)).splitlines():
-                if line.startswith(b'{"commitInfo"'):
-                    self.commits[number] = json.loads(line)["commitInfo"]
-                elif line.startswith(b'{"add"'):
-                    self.arrivals.setdefault(json.loads(line)["add"]["path"], number)
-                elif line.startswith(b'{"remove"'):
-                    gone = json.loads(line)["remove"]
-                    self.departures[gone["path"]] = gone["deletionTimestamp"] / 1000
-        self._up_to = snapshot
+    def up_to(self, place: Place, snapshot: int) -> LogReader:
+        """Reads what is new up to a snapshot; what it knows may reach further already."""
+        with self._lock:
+            new = range(self._up_to + 1, snapshot + 1)
+            if len(new) > 1 and place.folder is None:
+                with ThreadPoolExecutor(S3_THREADS) as pool:
+                    found = list(pool.map(partial(_lines, place), new))
+            else:
+                found = [_lines(place, number) for number in new]
+            for number, lines in zip(new, found, strict=True):
+                self._note(number, lines)
+            self._up_to = max(self._up_to, snapshot)
         return self
+
+    def _note(self, number: int, lines: list[bytes]) -> None:
+        for line in lines:
+            if line.startswith(b'{"commitInfo"'):
+                self.commits[number] = json.loads(line)["commitInfo"]
+            elif line.startswith(b'{"add"'):
+                self.arrivals.setdefault(json.loads(line)["add"]["path"], number)
+            elif line.startswith(b'{"remove"'):
+                gone = json.loads(line)["remove"]
+                self.departures[gone["path"]] = gone["deletionTimestamp"] / 1000
+
+
+def _lines(place: Place, number: int) -> list[bytes]:
+    try:
+        return place.read(entry(number)).splitlines()
+    except FileNotFoundError:  # another program cleaned the log up; a checkpoint has it
+        return []
+
+
+def log_reader(place: Place) -> LogReader:
+    """The reader that all handles of one opened store share: on a bucket, each entry is a request."""
+    with _READERS_LOCK:
+        return _READERS.setdefault(place, LogReader())
+
+
+_READERS: WeakKeyDictionary[Place, LogReader] = WeakKeyDictionary()
+_READERS_LOCK = threading.Lock()
 
 
 def torn_entry(place: Place) -> int | None:

@@ -29,7 +29,7 @@ from trajstore.errors import (
 )
 from trajstore.schema import FORMAT_VERSION, check_format
 from trajstore.store.datafile import DataFile, LogFile, Snapshot, log_file, read_snapshot
-from trajstore.store.log import LogReader
+from trajstore.store.log import log_reader
 from trajstore.store.place import LOG, Place, entry
 
 COMMIT_ATTEMPTS = 100
@@ -58,7 +58,7 @@ class Table:
         self.schema: pa.Schema = _arrow_schema(delta)
         self._files: tuple[int, list[LogFile]] | None = None
         self._known: tuple[int, dict[str, int | None]] = (-1, {})  # transactions at a snapshot
-        self._log = LogReader(place)
+        self._log = log_reader(place)
 
     @classmethod
     def create(cls, place: Place, schema: pa.Schema) -> Table:
@@ -151,7 +151,7 @@ class Table:
     def files(self) -> list[LogFile]:
         """Data files of the snapshot, in order of arrival."""
         if self._files is None or self._files[0] != self.snapshot:
-            arrivals = self._log.up_to(self.snapshot).arrivals
+            arrivals = self._log.up_to(self.place, self.snapshot).arrivals
             actions = pa.table(self._delta.get_add_actions(flatten=True)).to_pylist()
             files = [log_file(action, arrivals.get(action["path"], 0)) for action in actions]
             self._files = (self.snapshot, sorted(files, key=lambda f: (f.snapshot, f.name)))
@@ -159,7 +159,7 @@ class Table:
 
     def departures(self) -> dict[str, float | None]:
         """Files of every snapshot up to this one, and when they last left the table, in seconds."""
-        log = self._log.up_to(self.snapshot)
+        log = self._log.up_to(self.place, self.snapshot)
         return {name: log.departures.get(name) for name in log.arrivals}
 
     @property
@@ -372,8 +372,9 @@ class Table:
 
     def history(self) -> list[Snapshot]:
         """Every snapshot up to this one, oldest first."""
-        commits = self._log.up_to(self.snapshot).commits
-        return [read_snapshot(commit | {"version": number}) for number, commit in commits.items()]
+        commits = self._log.up_to(self.place, self.snapshot).commits
+        numbers = [number for number in commits if number <= self.snapshot]
+        return [read_snapshot(commits[number] | {"version": number}) for number in numbers]
 
 
 def _arrow_schema(delta: DeltaTable) -> pa.Schema:
