@@ -39,7 +39,7 @@ def test_writers_maintainers_and_a_reader(where: Where) -> None:
         again = batches_in(where.open())
         assert all(again[writer] >= number for writer, number in known.items()), "what was durable is there"
         workers.check()
-        time.sleep(0.05 if where.kind == "disk" else 0.5)  # the S3 server of the tests has one thread
+        time.sleep(0.05 if where.kind == "disk" else 0.5)  # the S3 server is slow
     workers.finish(*running)
     store.maintenance.compact()  # a maintainer more
     stop.touch()

@@ -1,9 +1,7 @@
 """A real S3 server on 127.0.0.1, started once for the tests that ask for it."""
 
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,24 +11,15 @@ import pytest
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     server = subprocess.Popen(
-        [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, str(Path(__file__).with_name("s3_server.py"))],
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        text=True,
     )
+    assert server.stdout is not None
     try:
-        deadline = time.monotonic() + 300
-        while True:
-            assert server.poll() is None, "moto_server stopped"
-            assert time.monotonic() < deadline, "moto_server did not start"
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
+        port = int(server.stdout.readline())
         options = {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
@@ -51,3 +40,4 @@ def s3_options() -> Iterator[dict[str, str]]:
     finally:
         server.kill()
         server.wait()
+        server.stdout.close()
