@@ -158,7 +158,7 @@ def test_a_weight_that_is_none_is_an_error_that_names_the_row(bad: float | None)
 def test_freshness_weights_go_by_the_gap_and_leave_the_unknown_out() -> None:
     versions = pl.Series([10, 9, 6, None, 12], dtype=pl.Int64)
     rows = frame(["a"] * 5, oldest_version_id=versions)
-    seeds, seen = 1500, np.zeros(5)
+    seeds, seen = 800, np.zeros(5)
     for seed in range(seeds):
         (row,) = drawn(rows, 1, by=None, weights="freshness", at=10, seed=seed)
         seen[row] += 1
@@ -227,17 +227,17 @@ def test_a_group_goes_by_its_worst_member() -> None:
     for gap, expected in by_gap.items():
         assert drawn(rows, 9, allocation={gap: 1}, **how) == expected
     seen: Counter[int] = Counter()
-    for seed in range(800):
+    for seed in range(400):
         chosen = drawn(rows, 1, by=None, at=10, whole_groups=True, weights="freshness", seed=seed)
         seen[chosen[0]] += 1
     assert seen[4] == 0
     share = (1 / 6) / (1 / 6 + 1 / 2)
-    assert abs(seen[0] / 800 - share) < 5 * math.sqrt(share * (1 - share) / 800)
+    assert abs(seen[0] / 400 - share) < 5 * math.sqrt(share * (1 - share) / 400)
 
 
 def test_groups_are_equally_likely_whatever_their_size() -> None:
     rows = siblings({f"g{i}": (1 + 6 * i, None) for i in range(5)})
-    seeds, seen = 800, Counter()  # type: ignore[var-annotated]  # counts names
+    seeds, seen = 400, Counter()  # type: ignore[var-annotated]  # counts names
     for seed in range(seeds):
         chosen = rows[drawn(rows, 2, by=None, whole_groups=True, seed=seed)]["group_id"]
         seen.update(set(chosen))

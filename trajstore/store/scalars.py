@@ -164,7 +164,8 @@ class Frame:
     def _ordered(self, names: list[str]) -> dict[str, pl.Series]:
         import polars as pl
 
-        parts = [self._read(file, names) for file in self.files]
+        # The order is needed as well: a file is opened once for both.
+        parts = [self._read(file, [*dict.fromkeys((*names, *ORDER))]) for file in self.files]
         if not parts:
             empty = {name: pa.nulls(0, self._type(name)) for name in names}
             return {name: pl.Series(name, pl.from_arrow(values)) for name, values in empty.items()}
@@ -186,16 +187,16 @@ class Frame:
     def _decode(self, file: LogFile, names: list[str]) -> pa.Table:
         """Columns of a file, derived ones among them, from its bytes."""
         plain = [name for name in names if name not in PER_ROW and name != ARRIVED]
+        if ARRIVED in names and "ingest_snapshot" not in names:
+            plain.append("ingest_snapshot")
         read = files.read(self.place, file, self._schema(plain)) if plain else None
         columns = []
         for name in names:
             derived = PER_ROW.get(name)
-            if name == ARRIVED:
-                given = files.read(self.place, file, self._schema(("ingest_snapshot",))).column(0)
-                columns.append(given.fill_null(file.snapshot))
-            elif derived is None:
+            if derived is None:
                 assert read is not None
-                columns.append(read.column(name))
+                stored = read.column("ingest_snapshot" if name == ARRIVED else name)
+                columns.append(stored.fill_null(file.snapshot) if name == ARRIVED else stored)
             elif derived.always is not None and file.nulls.get(derived.always) == 0:
                 columns.append(pa.repeat(True, file.rows))
             else:

@@ -257,6 +257,7 @@ class Scan:
         whole = not self._steps or bool(needed & PER_SNAPSHOT.keys())
         kept = all_files if whole else [file for file in all_files if _may_hold(file, self._steps[0])]
         frame = self._scalars.frame(self._table.place, kept, self._table.schema)
+        frame.columns(sorted(needed))  # in one go: a file is opened once for all steps
         rows: Int64s | None = None
         count = sum(file.rows for file in all_files)
         gates = []
