@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Chunk:
             self._scalars[name] = found
         return found
 
-    def list(self, name: str) -> _List | None:
+    def lists(self, name: str) -> _List | None:
         """A list column of numbers; None when it is null in every row."""
         if name not in self._lists:
             array = self.batch.column(name) if name in self.batch.schema.names else None
@@ -115,10 +116,7 @@ class Picked:
                 batches.append(batch.take(pa.array(rows)))
                 continue
             edges = [0, *cuts.tolist(), len(rows)]
-            batches += [
-                batch.slice(int(rows[first]), last - first)
-                for first, last in zip(edges, edges[1:], strict=False)
-            ]
+            batches += [batch.slice(int(rows[first]), last - first) for first, last in pairwise(edges)]
         return pa.Table.from_batches(batches, self.schema)
 
     def _parts(self) -> Iterator[tuple[int, int, int]]:
@@ -132,8 +130,9 @@ class Picked:
     def rows(self, pads: Mapping[str, float]) -> Rows:
         """What batches of tensors are made from; no token is copied."""
         count = len(self)
-        scalars = {name: np.empty(count, np.int64) for name in _SCALARS if name != "reward"}
-        scalars["reward"] = rewards = np.empty(count, np.float64)
+        rewards: NDArray[Any] = np.empty(count, np.float64)
+        scalars: dict[str, NDArray[Any]] = {"reward": rewards}
+        scalars |= {name: np.empty(count, np.int64) for name in _SCALARS if name != "reward"}
         names = [f.name for f in self.schema if _holds_numbers(f.type)]
         start = {name: np.zeros(count, np.int64) for name in names}
         length = {name: np.full(count, -1, np.int64) for name in names}
@@ -146,7 +145,7 @@ class Picked:
             for name, out in scalars.items():
                 out[a:b] = source.scalar(name)[rows]
             for name in names:
-                found = source.list(name)
+                found = source.lists(name)
                 if found is None:
                     continue
                 start[name][a:b] = first = found.offsets[rows]

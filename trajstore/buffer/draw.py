@@ -31,9 +31,7 @@ def stratified(rng: np.random.Generator, sizes: Int64s, n: int) -> list[Int64s]:
     return _split(_distinct(rng, sizes, counts), sizes, counts)
 
 
-def weighted(
-    rng: np.random.Generator, sizes: Int64s, weights: NDArray[np.float64], n: int
-) -> list[Int64s]:
+def weighted(rng: np.random.Generator, sizes: Int64s, weights: NDArray[np.float64], n: int) -> list[Int64s]:
     """min(n, all) members: the next one always in proportion to its weight among those that are left.
 
     Members race with their weight as rate (Efraimidis, Spirakis, "Weighted random sampling with a

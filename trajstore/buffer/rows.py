@@ -6,7 +6,7 @@ A slot is the number of a row in order of arrival. Slots are counted anew when m
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,7 @@ class Rows:
         self._join_small()
 
     def _join_small(self) -> None:
-        """Joins the last chunks while they are small and of like size, so that rows added singly cost little."""
+        """Joins the last chunks while they are small and of like size: rows may come one by one."""
         while len(self._chunks) > 1:
             left, right = self._chunks[-2:]
             if left is None or right is None or left.batch.schema.names != right.batch.schema.names:
@@ -239,9 +239,7 @@ class Rows:
         columns = [c.values[kept] for c in (self._row, self._version, self._group, self._times)]
         self._clear_columns()
         self._chunk.append(chunk)
-        for column, values in zip(
-            (self._row, self._version, self._group, self._times), columns, strict=True
-        ):
+        for column, values in zip((self._row, self._version, self._group, self._times), columns, strict=True):
             column.append(values)
         self._held.append(np.ones(len(kept), bool))
         for bucket in self._buckets.values():
