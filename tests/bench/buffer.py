@@ -333,17 +333,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--only", choices=["draws", "adding", "tensors", "memory", "threads"])
     parser.add_argument("--hold", choices=["arrow", "buffer", "deque"])
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.hold:
         hold(given.hold)
         return
-    draws(given.rows, given.rounds)
-    adding(given.rounds)
-    tensors(given.rounds)
-    memory()
-    threads(given.seconds)
+    parts: dict[str, Callable[[], None]] = {
+        "draws": lambda: draws(given.rows, given.rounds),
+        "adding": lambda: adding(given.rounds),
+        "tensors": lambda: tensors(given.rounds),
+        "memory": memory,
+        "threads": lambda: threads(given.seconds),
+    }
+    for name, part in parts.items():
+        if given.only in (None, name):
+            part()
 
 
 if __name__ == "__main__":

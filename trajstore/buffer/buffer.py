@@ -25,6 +25,7 @@ from trajstore.selection import freshness
 from trajstore.trajectory import PartialTrajectory, PolicyVersion, Trajectory, version_number
 
 Int64s = NDArray[np.int64]
+_NONE = np.empty(0, np.int64)
 _CHUNK = 4096
 
 
@@ -155,13 +156,8 @@ class TrajectoryBuffer:
     def get_available(self, current_version: PolicyVersion | int) -> TrajectoryBatch:
         """All rows whose version gap is within the limit, in order of arrival."""
         with self._change:
-            versions = self._rows.versions(self._floor(current_version))
-            return self._batch([self._rows.slots(version) for version in versions])
-
-    def _batch(self, slots: Sequence[Int64s]) -> TrajectoryBatch:
-        joined = np.concatenate([np.empty(0, np.int64), *slots])
-        joined.sort()
-        return TrajectoryBatch.from_picked(self._rows.pick(joined))
+            slots = self._rows.slots(self._rows.versions(self._floor(current_version)))
+            return TrajectoryBatch.from_picked(self._rows.pick(slots))
 
     def sample(
         self,
@@ -196,50 +192,39 @@ class TrajectoryBuffer:
         if weights is not None and stratified:
             raise InputError("weights are given beside stratified=True", hint="rows of a gap weigh the same")
         with self._change:
+            at = version_number(current_version)
             if whole_groups:
-                slots = self._draw_groups(n, version_number(current_version), stratified, weights)
+                slots = self._draw_groups(n, at, stratified, weights)
             else:
-                versions = self._rows.versions(self._floor(current_version))
-                sizes = self._rows.counts(versions)
-                drawn = self._draw(n, versions, sizes, version_number(current_version), stratified, weights)
-                slots = [self._rows.slots(v, which) for v, which in zip(versions, drawn, strict=True)]
-            batch = self._batch(slots)
-            self._count(slots)
+                versions = self._rows.versions(self._floor(at))
+                drawn = self._draw(n, versions, self._rows.counts(versions), at, stratified, weights)
+                slots = self._rows.slots(versions, drawn)
+            batch = TrajectoryBatch.from_picked(self._rows.pick(slots))
+            times = self._rows.count_draw(slots)
+            if self._max_times_sampled is not None:
+                self._rows.remove(slots[times >= self._max_times_sampled])
             return batch
 
     def _draw(
         self, n: int, versions: Sequence[int], sizes: Int64s, at: int, stratified: bool, weights: str | None
-    ) -> list[Int64s]:
-        """Which members of each version are drawn."""
-        if not len(sizes):
-            return []
-        if stratified:
+    ) -> Int64s:
+        """Which members of the versions, laid end to end, are drawn."""
+        if stratified and versions:
             return draw.stratified(self._rng, sizes, n)
         if weights is None:
             return draw.uniform(self._rng, sizes, n)
         gaps = np.array([np.nan if version == UNKNOWN else float(at - version) for version in versions])
         return draw.weighted(self._rng, sizes, freshness(gaps), n)
 
-    def _draw_groups(self, n: int, at: int, stratified: bool, weights: str | None) -> list[Int64s]:
+    def _draw_groups(self, n: int, at: int, stratified: bool, weights: str | None) -> Int64s:
         codes, oldest = self._rows.groups.whole()
         floor = self._floor(at)
         if floor is not None:
             codes, oldest = codes[oldest >= floor], oldest[oldest >= floor]
-        order = np.argsort(oldest, kind="stable")
+        codes = codes[np.argsort(oldest, kind="stable")]
         versions, sizes = np.unique(oldest, return_counts=True)
         drawn = self._draw(n, versions.tolist(), sizes, at, stratified, weights)
-        starts = np.cumsum(sizes) - sizes
-        chosen = [codes[order[start + which]] for start, which in zip(starts, drawn, strict=True)]
-        return [self._rows.members(code) for part in chosen for code in part.tolist()]
-
-    def _count(self, slots: Sequence[Int64s]) -> None:
-        """Notes a draw; rows that were drawn often enough leave."""
-        for part in slots:
-            self._rows.count_draw(part)
-        if self._max_times_sampled is not None:
-            used = [part[self._rows.times(part) >= self._max_times_sampled] for part in slots]
-            if any(map(len, used)):
-                self._rows.remove(np.concatenate(used))
+        return np.sort(np.concatenate([_NONE, *map(self._rows.members, codes[drawn].tolist())]))
 
     def wait_for(self, n: int, current_version: PolicyVersion | int, timeout: float | None = None) -> bool:
         """Waits until n rows are available at a version; false when `timeout` seconds passed before."""

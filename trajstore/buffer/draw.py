@@ -1,7 +1,8 @@
 """Owns random draws from strata of known sizes, without looking at their members; knows no rows.
 
-Axis letter: S strata. A draw is without replacement and gives, for each stratum, which of its members
-0 .. size - 1 are drawn, ascending; within a stratum every set of so many members is equally likely.
+Axis letter: S strata, whose members are numbered from 0 in the strata laid end to end. A draw is without
+replacement and gives the numbers of min(n, all) members, ascending; within a stratum every set of so
+many members is equally likely.
 """
 
 from __future__ import annotations
@@ -14,25 +15,29 @@ from trajstore.selection import quotas
 Int64s = NDArray[np.int64]
 
 
-def uniform(rng: np.random.Generator, sizes: Int64s, n: int) -> list[Int64s]:
-    """min(n, all) members, as if the strata [S] were one."""
+def uniform(rng: np.random.Generator, sizes: Int64s, n: int) -> Int64s:
+    """Every member is equally likely, whatever its stratum [S]."""
     total = int(sizes.sum())
-    drawn = _distinct(rng, np.array([total]), np.array([min(n, total)]))
-    return _split(drawn, sizes, np.diff(np.searchsorted(drawn, _edges(sizes))))
+    return np.sort(rng.choice(total, min(n, total), replace=False, shuffle=False))
 
 
-def stratified(rng: np.random.Generator, sizes: Int64s, n: int) -> list[Int64s]:
-    """min(n, all) members: the same share of each stratum [S], shortfalls refilled evenly.
+def stratified(rng: np.random.Generator, sizes: Int64s, n: int) -> Int64s:
+    """The same share of each stratum [S], shortfalls refilled evenly.
 
-    What does not divide goes one each to strata chosen at random.
+    What does not divide goes one each to strata chosen at random. It is the rule of `selection.quotas`,
+    which is asked when a stratum falls short.
     """
-    keys = rng.integers(0, 2**64, len(sizes), np.uint64)
-    counts = quotas(sizes, n, keys, "equal")
-    return _split(_distinct(rng, sizes, counts), sizes, counts)
+    level, rest = divmod(n, len(sizes))
+    if sizes.min() <= level:
+        keys = rng.integers(0, 2**64, len(sizes), np.uint64)
+        return _members(rng, sizes, quotas(sizes, n, keys, "equal"))
+    counts = np.full(len(sizes), level)
+    counts[rng.permutation(len(sizes))[:rest]] += 1
+    return _members(rng, sizes, counts)
 
 
-def weighted(rng: np.random.Generator, sizes: Int64s, weights: NDArray[np.float64], n: int) -> list[Int64s]:
-    """min(n, all) members: the next one always in proportion to its weight among those that are left.
+def weighted(rng: np.random.Generator, sizes: Int64s, weights: NDArray[np.float64], n: int) -> Int64s:
+    """The next member is always drawn in proportion to its weight among those that are left.
 
     Members race with their weight as rate (Efraimidis, Spirakis, "Weighted random sampling with a
     reservoir", 2006). The times of m members of one weight are m sorted exponentials, made one after
@@ -52,35 +57,31 @@ def weighted(rng: np.random.Generator, sizes: Int64s, weights: NDArray[np.float6
     gaps = rng.standard_exponential(len(stratum)) / ((sizes[stratum] - ahead) * weights[stratum])
     times = np.concatenate([np.cumsum(part) for part in np.split(gaps, np.cumsum(entered))])
     first = np.argsort(times)[:n]
-    counts = np.bincount(stratum[first], minlength=len(sizes))
-    return _split(_distinct(rng, sizes, counts), sizes, counts)
+    return _members(rng, sizes, np.bincount(stratum[first], minlength=len(sizes)))
 
 
-def _edges(sizes: Int64s) -> Int64s:
-    return np.concatenate([[0], np.cumsum(sizes)])
-
-
-def _split(drawn: Int64s, sizes: Int64s, counts: Int64s) -> list[Int64s]:
-    """Positions in the strata laid end to end, as positions in each stratum."""
-    edges = _edges(counts).tolist()
-    starts = _edges(sizes).tolist()
-    return [drawn[a:b] - start for start, a, b in zip(starts[:-1], edges[:-1], edges[1:], strict=True)]
-
-
-def _distinct(rng: np.random.Generator, sizes: Int64s, counts: Int64s) -> Int64s:
-    """Sorted positions in the strata laid end to end: `counts[s]` distinct ones of each.
+def _members(rng: np.random.Generator, sizes: Int64s, counts: Int64s) -> Int64s:
+    """`counts[s]` members of each stratum.
 
     Draws are repeated until enough of them differ: the first n different values of a uniform sequence are
     a uniform set of n. Where more than half of the members are wanted, a shuffle costs less.
     """
-    edges = _edges(sizes)
+    edges = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=edges[1:])
     dense = 2 * counts > sizes
-    parts = [edges[s] + rng.permutation(sizes[s])[: counts[s]] for s in np.flatnonzero(dense).tolist()]
-    missing = np.where(dense, 0, counts)
-    sparse = np.empty(0, np.int64)
+    sparse = np.where(dense, 0, counts)
+    drawn, missing = np.empty(0, np.int64), sparse
     while missing.any():
-        stratum = np.repeat(np.arange(len(sizes)), missing)
-        more = edges[stratum] + rng.integers(0, sizes[stratum])
-        sparse = np.unique(np.concatenate([sparse, more]))
-        missing = np.where(dense, 0, counts - np.diff(np.searchsorted(sparse, edges)))
-    return np.sort(np.concatenate([sparse, *parts]))
+        # A third of the cost of rng.integers with bounds of their own; its bias is below sizes / 2**53.
+        more = rng.random(int(missing.sum())) * sizes.repeat(missing)
+        drawn = np.concatenate([drawn, edges[:-1].repeat(missing) + more.astype(np.int64)])
+        drawn.sort()
+        again = drawn[1:] == drawn[:-1]
+        if not again.any():
+            break
+        drawn = np.concatenate([drawn[:1], drawn[1:][~again]])
+        missing = sparse - np.diff(drawn.searchsorted(edges))
+    if not dense.any():
+        return drawn
+    whole = [edges[s] + rng.permutation(sizes[s])[: counts[s]] for s in np.flatnonzero(dense).tolist()]
+    return np.sort(np.concatenate([drawn, *whole]))

@@ -20,6 +20,7 @@ class Groups:
         self._code: dict[str, int] = {}
         self._name: list[str] = []
         self._free: list[int] = []
+        self._full = 1024  # with so many codes it is time to look for empty groups
         self._next = Column(np.int64)  # for each slot, the next one of its group
         self._head, self._tail = Column(np.int64), Column(np.int64)
         self._count, self._meant = Column(np.int64), Column(np.int64)
@@ -29,6 +30,8 @@ class Groups:
         """Codes of the groups of these names [N]; new ones are made."""
         if names.null_count == len(names):
             return np.full(len(names), -1)
+        if len(self._name) > self._full:
+            self._drop_empty()
         found = names.dictionary_encode()
         codes = np.array([self._of(name) for name in found.dictionary.to_pylist()])
         indices = found.indices.fill_null(-1).to_numpy()
@@ -36,19 +39,28 @@ class Groups:
 
     def _of(self, name: str) -> int:
         code = self._code.get(name)
+        if code is not None and self._count.values[code]:
+            return code
         if code is None:
-            code = self._free.pop() if self._free else len(self._name)
-            if code == len(self._name):
-                self._name.append(name)
-                for column in (self._head, self._tail, self._count, self._meant, self._worst, self._broken):
-                    column.append([0])
-            self._name[code] = name
-            self._code[name] = code
-            self._head.values[code] = self._tail.values[code] = _END
-            self._count.values[code] = self._meant.values[code] = 0
-            self._worst.values[code] = np.iinfo(np.int64).max
-            self._broken.values[code] = False
+            code = self._code[name] = self._free.pop() if self._free else len(self._name)
+        if code == len(self._name):
+            self._name.append(name)
+            for column in (self._head, self._tail, self._count, self._meant, self._worst, self._broken):
+                column.append([0])
+        self._name[code] = name
+        self._head.values[code] = self._tail.values[code] = _END
+        self._count.values[code] = self._meant.values[code] = 0
+        self._worst.values[code] = np.iinfo(np.int64).max
+        self._broken.values[code] = False
         return code
+
+    def _drop_empty(self) -> None:
+        """Forgets the names of groups that left: not when they leave, but once many may have."""
+        for code in np.flatnonzero(self._count.values == 0).tolist():
+            if self._code.get(self._name[code]) == code:
+                del self._code[self._name[code]]
+                self._free.append(code)
+        self._full = 2 * (len(self._name) - len(self._free)) + 1024
 
     def add(self, codes: Int64s, slots: Int64s, versions: Int64s, meant: pa.Array) -> None:
         """Adds rows [N] at new slots; `meant` is how many their groups were to have, where known."""
@@ -86,17 +98,8 @@ class Groups:
     def remove(self, codes: Int64s) -> None:
         """Counts off rows that left; a group that lost some of its rows is never whole again."""
         codes = codes[codes >= 0]
-        if not len(codes):
-            return
-        left = np.bincount(codes, minlength=len(self._name))
-        touched = np.flatnonzero(left)
-        count = self._count.values
-        count[touched] -= left[touched]
-        gone = touched[count[touched] == 0].tolist()
-        self._broken.values[touched] = True
-        for code in gone:
-            del self._code[self._name[code]]
-        self._free += gone
+        np.subtract.at(self._count.values, codes, 1)
+        self._broken.values[codes] = True
 
     def whole(self) -> tuple[Int64s, Int64s]:
         """Groups that reached the size they were meant to have and lost nobody, and their oldest versions."""

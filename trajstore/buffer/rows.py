@@ -6,8 +6,8 @@ A slot is the number of a row in order of arrival. Slots are counted anew when m
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,9 @@ from trajstore.chunks import Chunk, Picked
 from trajstore.schema import ROW_SCHEMA
 
 Int64s = NDArray[np.int64]
+
+_NONE = np.empty(0, np.int64)
+_ROW = 2**32 - 1
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """The version of rows whose policy version is not known: below every gate."""
@@ -72,10 +75,11 @@ class Rows:
         self._live: list[int] = []  # rows of each chunk that are held
         self._spans: list[tuple[int, int]] = []  # slots of each chunk
         self._oldest = 0  # no slot below it is held
+        self._dead = self._dead_seen = 0  # rows in chunks that are no longer held; when last looked at
         self._clear_columns()
 
     def _clear_columns(self) -> None:
-        self._chunk, self._row = Column(np.int32), Column(np.int32)
+        self._place = Column(np.int64)  # chunk << 32 | row: one look in memory instead of two
         self._version, self._group = Column(np.int64), Column(np.int32)
         self._times, self._held = Column(np.int32), Column(np.bool_)
 
@@ -86,12 +90,12 @@ class Rows:
         count = batch.num_rows
         if not count:
             return
+        self._tidy()
         first = len(self._held.values)
         slots = np.arange(first, first + count)
         versions = batch.column("oldest_version_id").fill_null(UNKNOWN).to_numpy()
         groups = self.groups.codes(batch.column("group_id"))
-        self._chunk.append(np.full(count, len(self._chunks)))
-        self._row.append(np.arange(count))
+        self._place.append(np.arange(count) + (len(self._chunks) << 32))
         self._version.append(versions)
         self._group.append(groups)
         self._times.append(np.broadcast_to(times, count))
@@ -127,9 +131,9 @@ class Rows:
     def _put(self, batch: pa.RecordBatch, slots: Int64s, offset: int, span: tuple[int, int]) -> None:
         """Makes a joined batch the last chunk; `offset` is where the rows of its second part begin."""
         number = len(self._chunks)
-        second = self._chunk.values[slots] > number
-        self._row.values[slots] += np.where(second, offset, 0).astype(np.int32)
-        self._chunk.values[slots] = number
+        place = self._place.values[slots]
+        row = (place & _ROW) + np.where(place >> 32 > number, offset, 0)
+        self._place.values[slots] = row + (number << 32)
         self._chunks.append(Chunk(batch))
         self._live.append(len(slots))
         self._spans.append(span)
@@ -145,16 +149,37 @@ class Rows:
         buckets = self._buckets
         return np.array([len(buckets[version]) for version in versions], np.int64)
 
-    def slots(self, version: int, positions: Int64s | None = None) -> Int64s:
-        """Slots of a version's rows in order of arrival, or those at these positions."""
-        slots = self._buckets[version].slots
-        return slots if positions is None else slots[positions]
+    def slots(self, versions: Sequence[int], members: Int64s | None = None) -> Int64s:
+        """Slots of these versions' rows, ascending.
+
+        Args:
+            versions: some that are held.
+            members: ascending numbers of rows, counted through the versions one after another; None = all.
+        """
+        buckets = [self._buckets[version].slots for version in versions]
+        if members is None:
+            parts = buckets
+        else:
+            edges = np.zeros(len(buckets) + 1, np.int64)
+            np.cumsum(self.counts(versions), out=edges[1:])
+            cuts, starts = members.searchsorted(edges).tolist(), edges.tolist()
+            parts = [
+                _at(bucket, members[a:b], start)
+                for bucket, a, b, start in zip(buckets, cuts[:-1], cuts[1:], starts[:-1], strict=True)
+                if b > a
+            ]
+        slots = np.concatenate([_NONE, *parts])
+        slots.sort()
+        return slots
 
     def pick(self, slots: Int64s) -> Picked:
         """The rows of these slots, gathered only when touched."""
-        numbers, chunk = np.unique(self._chunk.values[slots], return_inverse=True)
-        chunks = [found for found in (self._chunks[i] for i in numbers.tolist()) if found is not None]
-        return Picked(chunks, chunk.astype(np.int64), self._row.values[slots].astype(np.int64), self.schema)
+        place = self._place.values[slots]
+        number = place >> 32
+        new = np.ones(len(slots), bool)
+        np.not_equal(number[1:], number[:-1], out=new[1:])
+        chunks = [self._chunks[i] for i in number[new].tolist()]
+        return Picked(cast("list[Chunk]", chunks), new.cumsum() - 1, place & _ROW, self.schema)
 
     def all(self) -> Int64s:
         """Every slot that is held, ascending."""
@@ -164,9 +189,11 @@ class Rows:
         """How often each row was drawn."""
         return self._times.values[slots]
 
-    def count_draw(self, slots: Int64s) -> None:
-        """Notes that these rows were drawn once more."""
-        self._times.values[slots] += 1
+    def count_draw(self, slots: Int64s) -> NDArray[np.int32]:
+        """Notes that these rows were drawn once more; returns how often each was."""
+        times = self._times.values[slots] + np.int32(1)
+        self._times.values[slots] = times
+        return times
 
     # Removing
 
@@ -198,6 +225,8 @@ class Rows:
 
     def remove(self, slots: Int64s) -> None:
         """Takes out rows that are held."""
+        if not len(slots):
+            return
         slots = np.sort(slots)
         for version, part in _by(self._version.values[slots], slots):
             bucket = self._buckets[version]
@@ -212,14 +241,22 @@ class Rows:
         self._held.values[slots] = False
         self.size -= len(slots)
         self.groups.remove(self._group.values[slots])
-        numbers, gone = np.unique(self._chunk.values[slots], return_counts=True)
-        for number, count in zip(numbers.tolist(), gone.tolist(), strict=True):
-            self._live[number] -= count
+        gone = np.bincount(self._place.values[slots] >> 32)
+        for number in np.flatnonzero(gone).tolist():
+            self._live[number] -= int(gone[number])
+            self._dead += int(gone[number])
             chunk = self._chunks[number]
-            if not self._live[number]:
+            if not self._live[number] and chunk is not None:
+                self._dead -= len(chunk)
                 self._chunks[number] = None
-            elif chunk is not None and 2 * self._live[number] < len(chunk):
-                self._shrink(number, chunk)
+
+    def _tidy(self) -> None:
+        """Gives memory back once enough is held for nothing: so removing rows copies none of the others."""
+        if self._dead - self._dead_seen > self.size // 8 + 1024:
+            for number, chunk in enumerate(self._chunks):
+                if chunk is not None and 2 * self._live[number] < len(chunk):
+                    self._shrink(number, chunk)
+            self._dead_seen = self._dead  # in chunks of which most is held
         if len(self._held.values) > 2 * self.size + 4096:
             self._recount()
 
@@ -227,19 +264,22 @@ class Rows:
         """Copies what is held of a chunk, so that the rest gives its memory back."""
         first, last = self._spans[number]
         slots = first + np.flatnonzero(self._held.values[first:last])
-        self._chunks[number] = Chunk(chunk.batch.take(pa.array(self._row.values[slots])))
-        self._row.values[slots] = np.arange(len(slots))
+        self._dead -= len(chunk) - len(slots)
+        rows = self._place.values[slots] & _ROW
+        self._chunks[number] = Chunk(chunk.batch.take(pa.array(rows)))
+        self._place.values[slots] = np.arange(len(slots)) + (number << 32)
 
     def _recount(self) -> None:
         """Numbers the slots from 0 again and drops what is empty."""
         held = self._held.values
         kept = np.flatnonzero(held)
         new = np.cumsum(held) - 1
-        numbers, chunk = np.unique(self._chunk.values[kept], return_inverse=True)
-        columns = [c.values[kept] for c in (self._row, self._version, self._group, self._times)]
+        place = self._place.values[kept]
+        numbers, chunk = np.unique(place >> 32, return_inverse=True)
+        columns = [c.values[kept] for c in (self._version, self._group, self._times)]
         self._clear_columns()
-        self._chunk.append(chunk)
-        for column, values in zip((self._row, self._version, self._group, self._times), columns, strict=True):
+        self._place.append((place & _ROW) + (chunk << 32))
+        for column, values in zip((self._version, self._group, self._times), columns, strict=True):
             column.append(values)
         self._held.append(np.ones(len(kept), bool))
         for bucket in self._buckets.values():
@@ -250,6 +290,14 @@ class Rows:
         self._spans = list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
         self._oldest = 0
         self.groups.renumber(self._group.values)
+
+
+def _at(bucket: Int64s, members: Int64s, start: int) -> Int64s:
+    """Slots of members that are counted from `start`; rows that came in a row need no look."""
+    first = int(bucket[0])
+    if int(bucket[-1]) - first == len(bucket) - 1:
+        return members + (first - start)
+    return bucket[members - start]
 
 
 def _by(versions: Int64s, slots: Int64s) -> Iterable[tuple[int, Int64s]]:
