@@ -4,6 +4,7 @@ Heavy parts are explicit submodules: `trajstore.query`, `trajstore.loader`. Noth
 """
 
 from trajstore.batch import TrajectoryBatch
+from trajstore.buffer import TrajectoryBuffer
 from trajstore.errors import (
     ConflictError,
     CorruptFileError,
@@ -48,6 +49,7 @@ __all__ = [
     "StoreNotFoundError",
     "Trajectory",
     "TrajectoryBatch",
+    "TrajectoryBuffer",
     "TrajectoryStatus",
     "TrajectoryStore",
     "TrajstoreError",

@@ -6,13 +6,14 @@ Axis letters: B trajectories, T the tokens of the longest one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from trajstore import layouts
+from trajstore.chunks import Picked
 from trajstore.codec import Nulls, decode, encode
 from trajstore.errors import SchemaError
 from trajstore.layouts import Missing, Rows
@@ -21,6 +22,17 @@ from trajstore.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import torch
+
+_DECODED = 256
+"""Rows that iteration turns into objects at a time."""
+
+
+class Tabular(Protocol):
+    """Anything with rows in Arrow form: a Scan, another batch."""
+
+    def to_arrow(self) -> pa.Table:
+        """The rows."""
+        ...
 
 
 class TrajectoryBatch(Sequence[Trajectory]):
@@ -35,32 +47,57 @@ class TrajectoryBatch(Sequence[Trajectory]):
     """
 
     def __init__(self, trajectories: Sequence[Trajectory] = (), *, nulls: Nulls = "error") -> None:
-        self._table = pa.Table.from_batches([encode(trajectories, nulls=nulls)])
+        self._picked: Picked | None = None
+        self._table: pa.Table | None
+        if isinstance(trajectories, TrajectoryBatch):  # in Arrow already: objects would be made for nothing
+            self._picked, self._table = trajectories._picked, trajectories._table
+        else:
+            self._table = pa.Table.from_batches([encode(trajectories, nulls=nulls)])
 
     @classmethod
-    def from_arrow(cls, data: pa.RecordBatch | pa.Table) -> TrajectoryBatch:
-        """Wraps rows that are in our schema already; nothing is copied.
+    def from_arrow(cls, data: pa.RecordBatch | pa.Table | Tabular) -> TrajectoryBatch:
+        """Wraps rows that are in our schema already, a Scan's too; nothing is copied and no object is made.
 
         Raises:
             SchemaError: a column that every batch needs is missing, or has another type.
         """
-        table = data if isinstance(data, pa.Table) else pa.Table.from_batches([data])
+        if isinstance(data, pa.RecordBatch):
+            table = pa.Table.from_batches([data])
+        else:
+            table = data if isinstance(data, pa.Table) else data.to_arrow()
         for name in (*layouts.SCALARS, "tokens"):
             if name not in table.schema.names:
                 raise SchemaError(f"a batch needs the column {name!r}", hint="add it to columns=")
             if table.schema.field(name).type != BY_NAME[name].type:
                 found, wanted = table.schema.field(name).type, BY_NAME[name].type
                 raise SchemaError(f"column {name!r} has type {found}, expected {wanted}")
+        return cls._of(table, None)
+
+    @classmethod
+    def from_picked(cls, picked: Picked) -> TrajectoryBatch:
+        """Rows picked out of chunks of whole rows, which are gathered only when touched."""
+        return cls._of(None, picked)
+
+    @classmethod
+    def _of(cls, table: pa.Table | None, picked: Picked | None) -> TrajectoryBatch:
         batch = cls.__new__(cls)
-        batch._table = table
+        batch._table, batch._picked = table, picked
         return batch
 
     def to_arrow(self) -> pa.Table:
         """The rows as an Arrow table, in as many chunks as they came in."""
+        if self._table is None:
+            assert self._picked is not None
+            self._table = self._picked.to_arrow()
         return self._table
 
+    def _column(self, name: str) -> pa.ChunkedArray:
+        if self._table is None and self._picked is not None:
+            return self._picked.column(name)
+        return self.to_arrow().column(name)
+
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return len(self._picked) if self._picked is not None else int(self.to_arrow().num_rows)
 
     @overload
     def __getitem__(self, index: int) -> Trajectory: ...
@@ -69,23 +106,37 @@ class TrajectoryBatch(Sequence[Trajectory]):
     def __getitem__(self, index: int | slice) -> Trajectory | TrajectoryBatch:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
+            if self._picked is not None:
+                return type(self)._of(None, self._picked[np.arange(start, stop, step)])
             if step == 1:
-                return type(self).from_arrow(self._table.slice(start, max(stop - start, 0)))
-            return type(self).from_arrow(self._table.take(pa.array(range(start, stop, step), pa.int64())))
+                return type(self)._of(self.to_arrow().slice(start, max(stop - start, 0)), None)
+            return type(self)._of(self.to_arrow().take(pa.array(range(start, stop, step), pa.int64())), None)
         position = range(len(self))[index]
-        return next(iter(type(self).from_arrow(self._table.slice(position, 1))))
+        return next(iter(self[position : position + 1]))
 
     def __iter__(self) -> Iterator[Trajectory]:
-        for batch in self._table.to_batches():
-            yield from decode(batch)
+        if self._picked is None:
+            for batch in self.to_arrow().to_batches():
+                yield from decode(batch)
+            return
+        for start in range(0, len(self), _DECODED):  # joined first: a decode costs as much as tens of rows
+            rows = self._picked[start : start + _DECODED].to_arrow()
+            yield from decode(pa.concat_batches(rows.to_batches()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TrajectoryBatch) and self._table.equals(other._table)
+        return isinstance(other, TrajectoryBatch) and self.to_arrow().equals(other.to_arrow())
 
     __hash__ = None  # type: ignore[assignment]  # compares by value, like a list
 
     def __repr__(self) -> str:
         return f"TrajectoryBatch({self.batch_size} trajectories, {self.num_tokens} tokens)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As an IPC stream, which holds these rows only: pickled slices take their whole chunks with them.
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.to_arrow().schema) as stream:
+            stream.write_table(self.to_arrow())
+        return _unpickled, (sink.getvalue(),)
 
     @property
     def batch_size(self) -> int:
@@ -95,21 +146,23 @@ class TrajectoryBatch(Sequence[Trajectory]):
     @property
     def max_length(self) -> int:
         """Tokens of the longest trajectory, 0 when there is none."""
-        return pc.max(self._table.column("length")).as_py() or 0
+        return pc.max(self._column("length")).as_py() or 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all trajectories."""
-        return pc.sum(self._table.column("length")).as_py() or 0
+        return pc.sum(self._column("length")).as_py() or 0
 
     @property
     def rewards(self) -> list[float]:
         """Scalar reward of each trajectory."""
-        return self._table.column("reward").to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
+        return self._column("reward").to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """What layouts and loaders make batches from; `columns` is for sources that read on demand."""
-        return Rows.from_arrow(self._table, pad_values(self._table.schema))
+        if self._picked is not None:
+            return self._picked.rows(pad_values(self._picked.schema))
+        return Rows.from_arrow(self.to_arrow(), pad_values(self.to_arrow().schema))
 
     def to_tensors(
         self,
@@ -133,14 +186,14 @@ class TrajectoryBatch(Sequence[Trajectory]):
 
     def compute_padding_ratio(self) -> float:
         """Padding / (B·T) if the batch is padded to its longest trajectory; 0.0 when it is empty."""
-        return layouts.padding_ratio(self._table.column("length").to_numpy().astype(np.int64))
+        return layouts.padding_ratio(self._column("length").to_numpy().astype(np.int64))
 
     def get_version_stats(self) -> dict[str, float]:
         """mean_version, min_version, max_version and version_spread over the known policy versions.
 
         All are NaN when no version is known.
         """
-        known = self._table.column("version_id").drop_null().to_numpy()
+        known = self._column("version_id").drop_null().to_numpy()
         if not len(known):
             return dict.fromkeys(
                 ("mean_version", "min_version", "max_version", "version_spread"), float("nan")
@@ -152,6 +205,10 @@ class TrajectoryBatch(Sequence[Trajectory]):
             "max_version": high,
             "version_spread": high - low,
         }
+
+
+def _unpickled(stream: pa.Buffer) -> TrajectoryBatch:
+    return TrajectoryBatch.from_arrow(pa.ipc.open_stream(stream).read_all())
 
 
 def pad_values(schema: pa.Schema) -> dict[str, float]:

@@ -6,12 +6,15 @@ defaults; the ones that follow are optional. An axis letter T is the number of t
 
 from __future__ import annotations
 
+import math
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, NoReturn, Self
 
-from trajstore.errors import ValidationError
+from trajstore.errors import LengthMismatchError, ValidationError
 
 Ints = Sequence[int] | Any
 """A list, numpy array or torch tensor of integers; decoded rows hold plain lists."""
@@ -190,21 +193,164 @@ class PartialTrajectory(Trajectory):
 
     def can_continue(self, max_continuations: int = 3) -> bool:
         """Whether the generation was cut off and has continuations left."""
-        unfinished = self.status in (TrajectoryStatus.ABORTED, TrajectoryStatus.GENERATING)
-        return unfinished and self.continuation_count < max_continuations
+        return self.status in _UNFINISHED and self.continuation_count < max_continuations
 
     def prepare_continuation(self) -> str:
         """Sets and returns the text to generate from: the prompt and the response so far."""
         self.continuation_prompt = self.prompt + self.response
         return self.continuation_prompt
 
+    def continue_with(
+        self,
+        tokens: Ints,
+        log_probs: Floats | None,
+        version: PolicyVersion | int | None,
+        *,
+        response: str = "",
+        status: TrajectoryStatus = TrajectoryStatus.COMPLETED,
+        finish_reason: str | None = None,
+        max_response_length: int | None = None,
+        kv_cache_ref: Any = None,
+    ) -> PartialTrajectory:
+        """The generation after the engine went on: a new row with a new id, which supersedes this one.
 
+        Tokens, masks, `behavior_log_probs` and `version_segments` grow by the new tokens; each of the
+        lists stays aligned as it was. Masks that were given take 1 for them, log-probs that one of the two
+        parts does not have are NaN. What was computed from the shorter response is not carried over:
+        reward, `log_probs`, `values`, `advantages`, `returns`, `token_rewards`, `bootstrap_value`.
+        `version` stays the one the generation was started under. This object gets an id if it has none.
+
+        Args:
+            tokens: [n] the new tokens only; none when the request was aborted before it ran.
+            log_probs: [n] under which the engine sampled them, None when it gave none.
+            version: the policy version that sampled them; None = not known, then no segment of the
+                new row is: it has no version.
+            response: text of the new tokens.
+            status: COMPLETED, or ABORTED when it was cut off again.
+            finish_reason: as the engine said.
+            max_response_length: budget of response tokens over all attempts.
+            kv_cache_ref: the engine's reference for the next attempt.
+
+        Raises:
+            LengthMismatchError: log_probs are not as many as tokens; a list of this row fits neither its
+                tokens nor its response.
+            ValidationError: this row is not cut off; where its response begins is not known; the response
+                would exceed the budget.
+        """
+        if self.status not in _UNFINISHED:
+            self._refuse(f"its status is {self.status.value!r}, so there is nothing to continue", "status")
+        new, given = _listed(tokens), None if log_probs is None else _listed(log_probs)
+        if given is not None and len(given) != len(new):
+            reason = f"has {len(given)} new values for {len(new)} new tokens"
+            raise LengthMismatchError(reason, id=self.id, column="behavior_log_probs")
+        old = _listed(self.tokens) or _listed(self.prompt_tokens) + _listed(self.response_tokens)
+        prompt = self._prompt_size(len(old))
+        total, sampled = len(old) + len(new), len(old) - prompt + len(new)
+        if max_response_length is not None and sampled > max_response_length:
+            self._refuse(
+                f"{sampled} response tokens exceed max_response_length {max_response_length}",
+                "response_length",
+                f"generate at most {max_response_length - (sampled - len(new))} more tokens",
+            )
+        self.id = self.id or str(uuid.uuid4())
+        lists: dict[str, Any] = {name: [] for name in _DERIVED}
+        lists |= {name: self._grown(name, len(old), prompt, [1] * len(new)) for name in _MASKS}
+        return replace(
+            self,
+            id=str(uuid.uuid4()),
+            tokens=old + new,
+            prompt_length=prompt,
+            response_length=total - prompt,
+            response=self.response + response,
+            response_tokens=(_listed(self.response_tokens) or old[prompt:]) + new,
+            behavior_log_probs=self._grown_log_probs(len(old), prompt, len(new), given),
+            **lists,
+            **self._grown_versions(len(old), prompt, len(new), version),
+            reward=0.0,
+            bootstrap_value=None,
+            log_probs_version=None,
+            terminated=None,
+            metadata=None if self.metadata is None else dict(self.metadata),
+            status=status,
+            finish_reason=finish_reason,
+            parent_id=self.id,
+            start_rollout_id=self.start_rollout_id or self.id,
+            continuation_count=self.continuation_count + 1,
+            continuation_prompt="",
+            kv_cache_ref=kv_cache_ref,
+        )
+
+    def _refuse(self, reason: str, column: str, hint: str | None = None) -> NoReturn:
+        raise ValidationError(reason, id=self.id, column=column, hint=hint)
+
+    def _prompt_size(self, total: int) -> int:
+        prompt = self.prompt_length or len(self.prompt_tokens)
+        response = self.response_length or len(self.response_tokens)
+        if total and not prompt and not response:
+            self._refuse(
+                "where the response begins is not known", "prompt_length", "give the length of the prompt"
+            )
+        prompt = prompt or total - response
+        if not 0 <= prompt <= total or (response and prompt + response != total):
+            reason = f"prompt_length {prompt} + response_length {response} is not the {total} of tokens"
+            raise LengthMismatchError(reason, id=self.id, column="tokens")
+        return prompt
+
+    def _grown(self, name: str, total: int, prompt: int, new: list[Any]) -> list[Any]:
+        """A per-token list with new values behind it; one that was not given stays so."""
+        values = _listed(getattr(self, name))
+        if not values or len(values) == total or (len(values) == total - prompt and name != "attention_mask"):
+            return values + new if values else []
+        reason = f"has {len(values)} values, expected {total} (tokens) or {total - prompt} (response)"
+        raise LengthMismatchError(reason, id=self.id, column=name)
+
+    def _grown_log_probs(self, total: int, prompt: int, new: int, given: list[Any] | None) -> list[Any]:
+        if len(self.behavior_log_probs):
+            return self._grown("behavior_log_probs", total, prompt, given or [math.nan] * new)
+        return [math.nan] * (total - prompt) + given if given else []
+
+    def _grown_versions(
+        self, total: int, prompt: int, new: int, version: PolicyVersion | int | None
+    ) -> dict[str, Any]:
+        """The version fields of the row that has `new` tokens more."""
+        if version is not None and not isinstance(version, PolicyVersion):
+            version = PolicyVersion(version_number(version))
+        begun = version if total == prompt else self.version  # without a token it begins only now
+        segments = list(self.version_segments)
+        if not segments and begun is not None and self.version_span is None:
+            segments = [VersionSegment(a, b, begun) for a, b in self._sampled_runs(total, prompt)]
+        if not new:
+            return {"version": begun or self.version, "version_segments": segments}
+        if version is not None and self.version_span is not None:
+            low, high = self.version_span
+            span = (min(low, version.version_id), max(high, version.version_id))
+            return {"version": begun, "version_span": span}
+        if version is None or (total > prompt and not segments):
+            return {"version": None, "version_segments": [], "version_span": None, "version_known": None}
+        segments.append(VersionSegment(total, total + new, version))
+        return {"version": begun or segments[0].version, "version_segments": segments, "version_known": None}
+
+    def _sampled_runs(self, total: int, prompt: int) -> list[tuple[int, int]]:
+        """Spans of the response that the policy sampled: all of it, unless action_mask says otherwise."""
+        mask = _listed(self.action_mask) or [1] * (total - prompt)
+        start = total - len(mask)
+        edges = [start + i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if bool(a) != bool(b)]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+_UNFINISHED = (TrajectoryStatus.ABORTED, TrajectoryStatus.GENERATING)
+_MASKS = ("attention_mask", "loss_mask", "action_mask")
+_DERIVED = ("log_probs", "token_rewards", "values", "advantages", "returns")
 _PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}
 
 
 def version_number(version: PolicyVersion | int) -> int:
     """The counter of a policy version that is given as an int or as a PolicyVersion."""
     return version.version_id if isinstance(version, PolicyVersion) else int(version)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values or ())
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -70,6 +70,25 @@ def id_hashes(ids: Sequence[str]) -> pa.Array:
     return pa.array(np.frombuffer(digests, np.dtype("<i8")))
 
 
+def cache_refs_left_out(trajectories: Sequence[Trajectory]) -> int:
+    """How many of them hold an object in `kv_cache_ref` that is not a string, so that no row can keep it."""
+    kinds = set(map(type, trajectories))
+    if not any(issubclass(kind, PartialTrajectory) for kind in kinds):
+        return 0
+    refs = (t.kv_cache_ref for t in trajectories if isinstance(t, PartialTrajectory))
+    return sum(not isinstance(ref, str | None) for ref in refs)
+
+
+def warn_cache_refs(count: int, stacklevel: int = 3) -> None:
+    """Warns that so many were left out, once for all of them."""
+    if count:
+        warnings.warn(
+            f"kv_cache_ref of {count} partial trajectories is not a string and is left out: "
+            "it means nothing after a restart",
+            stacklevel=stacklevel,
+        )
+
+
 def _fields(rows: Sequence[Trajectory]) -> Fields:
     """Field by field, in blocks of rows that stay in the processor's cache while they are turned over."""
     columns: list[list[Any]] = [[] for _ in _NAMES]
@@ -262,14 +281,8 @@ def _partial_columns(ts: Sequence[Trajectory], s: Scalars) -> dict[str, pa.Array
     for i, p in enumerate(partial):
         if p is not None and p.continuation_count is None:
             s.refuse(i, "continuation_count", "found None, expected a number", "0 = not yet continued")
+    warn_cache_refs(cache_refs_left_out(ts), stacklevel=4)
     caches = [p and p.kv_cache_ref for p in partial]
-    dropped = sum(c is not None and not isinstance(c, str) for c in caches)
-    if dropped:
-        warnings.warn(
-            f"kv_cache_ref of {dropped} partial trajectories is not a string and is left out: "
-            "it means nothing after a restart",
-            stacklevel=3,
-        )
     return {
         "continuation_prompt": s.strings(
             "continuation_prompt", [p and p.continuation_prompt for p in partial]

@@ -14,6 +14,7 @@ from trajstore.selection.draw import (
     whole_groups,
 )
 from trajstore.selection.gates import Fresh, InformativeGroups, Stale, Trainable, Unused, fresh
+from trajstore.selection.resume import Resumable
 from trajstore.selection.sample import Allocation, Draw
 from trajstore.selection.steps import Bounds, Limit, Step, Where, scalar_columns
 from trajstore.selection.versions import (
@@ -33,6 +34,7 @@ __all__ = [
     "GapOf",
     "InformativeGroups",
     "Limit",
+    "Resumable",
     "Stale",
     "Step",
     "Trainable",

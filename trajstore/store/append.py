@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trajstore.batch import TrajectoryBatch
-from trajstore.codec import Nulls, check, conform, encode, id_hashes
+from trajstore.codec import Nulls, cache_refs_left_out, check, conform, encode, id_hashes
 from trajstore.errors import InputError, ValidationError
 from trajstore.store import side
 from trajstore.store.datafile import DataFile
@@ -31,7 +31,8 @@ CHUNK_ROWS = 4096
 CHUNK_TOKENS = 1 << 22
 FILE_BYTES = 256 << 20
 _SEQ_BITS = 32
-_STAMPS = frozenset({"ingested_at", "writer_id", "writer_seq", "ingest_snapshot"})
+STAMPS = frozenset({"ingested_at", "writer_id", "writer_seq", "ingest_snapshot"})
+"""Columns that only the store fills."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Commit:
         already_in: whether this writer's batch had been committed before.
         refused: the rows that were put into the quarantine, with their reasons.
         not_finite: rows with a NaN or an infinity, by column.
+        cache_refs_left_out: rows that lost an object in `kv_cache_ref` that is not a string.
     """
 
     snapshot: int
@@ -53,6 +55,7 @@ class Commit:
     already_in: bool
     refused: tuple[Refused, ...]
     not_finite: dict[str, int]
+    cache_refs_left_out: int = 0
 
     @property
     def quarantined(self) -> int:
@@ -61,9 +64,18 @@ class Commit:
 
 
 def append(
-    table: Table, rows: Appendable, writer_id: str, batch_no: int, *, nulls: Nulls, on_error: OnError
+    table: Table,
+    rows: Appendable,
+    writer_id: str,
+    batch_no: int,
+    *,
+    nulls: Nulls,
+    on_error: OnError,
+    cache_refs_left_out: int = 0,
 ) -> Commit:
     """Adds rows to a table as the given batch of a writer, in one atomic commit.
+
+    `cache_refs_left_out` counts the objects in `kv_cache_ref` that Arrow data lost before it came here.
 
     Raises:
         ValidationError: a row breaks the contract.
@@ -75,24 +87,32 @@ def append(
     last = table.committed_batch(writer_id)
     if last is not None and batch_no <= last:
         return Commit(table.snapshot, 0, 0, True, (), {})
-    storable = pa.schema([f for f in table.schema if f.name not in _STAMPS])
+    storable = pa.schema([f for f in table.schema if f.name not in STAMPS])
     refused: list[Refused] = []
+    left_out = [cache_refs_left_out]
     with storage_errors(table.place), _Files(table.place, table.schema) as out:
-        for batch in _encoded(rows, storable, nulls, refused if on_error == "quarantine" else None):
+        into = refused if on_error == "quarantine" else None
+        for batch in _encoded(rows, storable, nulls, into, left_out):
             out.write(stamp(conform(batch, storable)))
         done = out.finish()
         if refused:
             side.quarantine(table.place, refused, writer_id, batch_no)
-        snapshot = table.commit(done, writer_id=writer_id, batch_no=batch_no)
+        snapshot = table.commit(
+            done, writer_id=writer_id, batch_no=batch_no, cache_refs_left_out=sum(left_out)
+        )
         out.committed = snapshot is not None
     if snapshot is None:
         return Commit(table.snapshot, 0, 0, True, tuple(refused), {})
     total = sum(file.bytes for file in done)
-    return Commit(snapshot, stamp.rows, total, False, tuple(refused), out.not_finite)
+    return Commit(snapshot, stamp.rows, total, False, tuple(refused), out.not_finite, sum(left_out))
 
 
 def _encoded(
-    rows: Appendable, storable: pa.Schema, nulls: Nulls, refused: list[Refused] | None
+    rows: Appendable,
+    storable: pa.Schema,
+    nulls: Nulls,
+    refused: list[Refused] | None,
+    left_out: list[int],
 ) -> Iterator[pa.RecordBatch]:
     if isinstance(rows, TrajectoryBatch):
         rows = rows.to_arrow()
@@ -102,11 +122,12 @@ def _encoded(
     offset = 0
     for chunk in _chunks(rows):
         yield from _encode(chunk, offset, nulls, refused)
+        left_out.append(cache_refs_left_out(chunk))
         offset += len(chunk)
 
 
 def _checked(table: pa.Table, storable: pa.Schema) -> Iterator[pa.RecordBatch]:
-    unstamped = table.drop_columns([n for n in table.schema.names if n in _STAMPS])
+    unstamped = table.drop_columns([n for n in table.schema.names if n in STAMPS])
     offset = 0
     for batch in unstamped.to_batches(max_chunksize=CHUNK_ROWS):
         fitted = conform(batch, storable)

@@ -39,6 +39,7 @@ class Snapshot:
         operation: what was done: create, append, ...
         rows: rows it added.
         writer_id: who did it, when known.
+        cache_refs_left_out: rows that lost an object in `kv_cache_ref` that is not a string.
     """
 
     snapshot: int
@@ -46,6 +47,7 @@ class Snapshot:
     operation: str
     rows: int
     writer_id: str | None
+    cache_refs_left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def read_snapshot(entry: Mapping[str, Any]) -> Snapshot:
         operation=note.get("operation", entry.get("operation", "").lower()),
         rows=note.get("rows", 0),
         writer_id=note.get("writer_id"),
+        cache_refs_left_out=note.get("cache_refs_left_out", 0),
     )
 
 

@@ -1,4 +1,4 @@
-"""Owns side tables inside a store: quarantine, tags and the training ledger; knows no codec.
+"""Owns side tables inside a store: quarantine, tags, training ledger, buffer state; knows no codec.
 
 A side table is a table of its own in `_trajstore/<name>/`: vacuum leaves names with an underscore alone.
 """
@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from trajstore.errors import ConflictError, StoreExistsError
+from trajstore.schema import list_of
 from trajstore.store import files
 from trajstore.store.files import FileWriter
 from trajstore.store.place import Place
@@ -40,6 +42,14 @@ LEDGER = pa.schema(
         *_required(("step", pa.int64()), ("rank", pa.int32()), ("micro_batch", pa.int32())),
         *_required(("position", pa.int32()), ("id", pa.string()), ("snapshot", pa.int64())),
         *_required(("recorded_at", _TIME)),
+    ]
+)
+
+BUFFER = pa.schema(
+    [
+        *_required(("saved_at", _TIME), ("note", pa.string())),
+        pa.field("id_hashes", list_of(pa.int64()), False),
+        pa.field("times_sampled", list_of(pa.int32()), False),
     ]
 )
 
@@ -129,6 +139,39 @@ def recorded(store: Place) -> pa.Table:
     return _read(store, "ledger", LEDGER)
 
 
+def save_buffer(store: Place, note: str, id_hashes: NDArray[Any], times_sampled: NDArray[Any]) -> None:
+    """Puts a buffer's state in the place of the one before.
+
+    Args:
+        store: where the store is.
+        note: JSON that only the buffer reads.
+        id_hashes, times_sampled: [N] one for each row it holds.
+    """
+    place, table = _table(store, "buffer", BUFFER)
+    columns = [
+        pa.array([datetime.now(UTC)], _TIME),
+        pa.array([note]),
+        pa.ListArray.from_arrays([0, len(id_hashes)], pa.array(id_hashes), BUFFER.field(2).type),
+        pa.ListArray.from_arrays([0, len(times_sampled)], pa.array(times_sampled), BUFFER.field(3).type),
+    ]
+    with FileWriter(place, BUFFER) as writer:
+        writer.write(pa.record_batch(columns, schema=BUFFER))
+        file = writer.close()
+    old = table.files()
+    table.swap(old, [file], operation="buffer")
+    for gone in old:
+        place.discard(gone.name)
+
+
+def buffer_state(store: Place) -> tuple[str, NDArray[Any], NDArray[Any]] | None:
+    """Note, id hashes and counts of the state saved last; None when there is none."""
+    found = _read(store, "buffer", BUFFER)
+    if not found.num_rows:
+        return None
+    hashes, times = (found[name].combine_chunks().flatten().to_numpy() for name in BUFFER.names[2:])
+    return found["note"][0].as_py(), hashes, times
+
+
 def kept_snapshots(store: Place) -> set[int]:
     """Snapshots that a tag or the ledger refers to."""
     return {*tags(store).values(), *_read(store, "ledger", LEDGER)["snapshot"].to_pylist()}
@@ -138,15 +181,19 @@ def _place(store: Place, name: str) -> Place:
     return store.child(f"_trajstore/{name}")
 
 
-def _append(
-    store: Place, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, key: str
-) -> None:
-    """Adds rows once: the same key again adds nothing."""
+def _table(store: Place, name: str, schema: pa.Schema) -> tuple[Place, Table]:
     place = _place(store, name)
     if not place.is_table():
         with suppress(StoreExistsError):  # another process made it at the same time
             Table.create(place, schema)
-    table = Table.open(place)
+    return place, Table.open(place)
+
+
+def _append(
+    store: Place, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, key: str
+) -> None:
+    """Adds rows once: the same key again adds nothing."""
+    place, table = _table(store, name, schema)
     if table.committed_batch(key) is not None:
         return
     with FileWriter(place, schema) as writer:

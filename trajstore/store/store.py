@@ -10,11 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from trajstore.batch import TrajectoryBatch
 from trajstore.codec import Nulls
 from trajstore.errors import InputError, QueryError
 from trajstore.schema import Column, extra_columns, with_extra
+from trajstore.selection import Resumable, fresh
 from trajstore.store import files, side
 from trajstore.store.append import Appendable, Commit, OnError, append
 from trajstore.store.datafile import Snapshot
@@ -24,6 +28,7 @@ from trajstore.store.scalars import ScalarCache
 from trajstore.store.scan import Scan
 from trajstore.store.table import Table
 from trajstore.store.writer import StoreWriter
+from trajstore.trajectory import PolicyVersion
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,28 @@ class TrajectoryStore:
         """Number of rows in the newest snapshot."""
         return self.scan().count()
 
+    def partials(
+        self, current_version: PolicyVersion | int | None = None, max_staleness: int | None = None
+    ) -> TrajectoryBatch:
+        """The resume queue: generations that were cut off and that no later row continues, oldest first.
+
+        Of rows with one id the last one counts.
+
+        Args:
+            current_version: the engine's policy version; with it, rows whose oldest token is staler than
+                `max_staleness` are left out, and rows of unknown version too.
+            max_staleness: largest version gap that stays, in publications of the policy.
+
+        Raises:
+            QueryError: only one of the two is given.
+        """
+        scan = self.scan(Resumable())
+        if (current_version is None) != (max_staleness is None):
+            raise QueryError("current_version and max_staleness go together", hint="give both, or neither")
+        if current_version is not None and max_staleness is not None:
+            scan = scan.filter(fresh(current_version, max_staleness))
+        return scan.to_batch()
+
     def history(self) -> list[Snapshot]:
         """Every snapshot, oldest first."""
         self._table.refresh()
@@ -219,6 +246,16 @@ class TrajectoryStore:
         """Compressed bytes of each column in the newest snapshot."""
         self._table.refresh()
         return files.column_bytes(self._place, self._table.files())
+
+    def buffer_state(self) -> tuple[str, NDArray[Any], NDArray[Any]] | None:
+        """What a TrajectoryBuffer over this store saved last: its note, id hashes [N] and counts [N]."""
+        return side.buffer_state(self._place)
+
+    def save_buffer_state(
+        self, note: str, id_hashes: NDArray[np.int64], times_sampled: NDArray[np.int32]
+    ) -> None:
+        """Keeps the state of a TrajectoryBuffer in the place of the one before."""
+        side.save_buffer(self._place, note, id_hashes, times_sampled)
 
     def quarantined(self) -> pa.Table:
         """Rows that were refused with on_error="quarantine", with their reasons."""

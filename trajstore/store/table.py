@@ -195,7 +195,13 @@ class Table:
         return Table.open(self.place, restored).committed_batch(writer_id)
 
     def commit(
-        self, files: Sequence[DataFile], *, writer_id: str, batch_no: int, operation: str = "append"
+        self,
+        files: Sequence[DataFile],
+        *,
+        writer_id: str,
+        batch_no: int,
+        operation: str = "append",
+        cache_refs_left_out: int = 0,
     ) -> int | None:
         """Adds files in one atomic step and returns the new snapshot.
 
@@ -208,6 +214,8 @@ class Table:
             ConflictError: the batch number is not the writer's next, or others won every attempt.
         """
         note = {"operation": operation, "rows": sum(f.rows for f in files), "writer_id": writer_id}
+        if cache_refs_left_out:
+            note["cache_refs_left_out"] = cache_refs_left_out
 
         def attempt() -> int | None:
             if self._is_in(writer_id, batch_no):

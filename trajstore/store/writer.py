@@ -14,9 +14,9 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from trajstore.codec import Nulls, encode
+from trajstore.codec import Nulls, cache_refs_left_out, conform, encode
 from trajstore.errors import InputError
-from trajstore.store.append import append
+from trajstore.store.append import STAMPS, append
 from trajstore.store.table import Table
 from trajstore.trajectory import Trajectory
 
@@ -73,7 +73,7 @@ class StoreWriter:
         last = table.committed_batch(writer_id)
         self._batch_no = 0 if last is None else last + 1
         self._change = threading.Condition()
-        self._queue: deque[pa.RecordBatch] = deque()
+        self._queue: deque[tuple[pa.RecordBatch, int]] = deque()  # and how many cache references it lost
         self._queued_rows = self._queued_bytes = 0
         self._oldest = 0.0
         self._added = self._durable = self._wanted = 0  # counts of rows
@@ -95,13 +95,28 @@ class StoreWriter:
             ValidationError: a row breaks the contract; none of `rows` is accepted.
             InputError: the writer is closed.
         """
-        batch = encode([rows] if isinstance(rows, Trajectory) else rows, nulls=self._nulls)
+        given = [rows] if isinstance(rows, Trajectory) else rows
+        batch, left_out = encode(given, nulls=self._nulls), cache_refs_left_out(given)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            self._put(batch)
+            self._put(batch, left_out)
             return _Done()
-        return asyncio.to_thread(self._put, batch)
+        return asyncio.to_thread(self._put, batch, left_out)
+
+    def put(self, batch: pa.RecordBatch, *, cache_refs_left_out: int = 0) -> None:
+        """Accepts rows that are encoded and checked already; blocks as `add` does outside an event loop.
+
+        Args:
+            batch: the columns of the row, and the store's own.
+            cache_refs_left_out: how many of its rows lost an object in `kv_cache_ref`, for the commit's note.
+
+        Raises:
+            SchemaError: the columns are not the store's.
+            InputError: the writer is closed.
+        """
+        unstamped = pa.schema([f for f in self._table.schema if f.name not in STAMPS])
+        self._put(conform(batch, unstamped), cache_refs_left_out)
 
     def flush(self) -> None:
         """Returns when every row added before is durable.
@@ -153,7 +168,7 @@ class StoreWriter:
                 commit_p99_ms=float(p99),
             )
 
-    def _put(self, batch: pa.RecordBatch) -> None:
+    def _put(self, batch: pa.RecordBatch, left_out: int) -> None:
         with self._change:
             self._change.wait_for(lambda: self._has_room() or self._error is not None or self._closing)
             self._raise()
@@ -161,7 +176,7 @@ class StoreWriter:
                 raise InputError("the writer is closed", hint="make another with store.writer()")
             if not self._queue:
                 self._oldest = time.monotonic()
-            self._queue.append(batch)
+            self._queue.append((batch, left_out))
             self._queued_rows += batch.num_rows
             self._queued_bytes += batch.nbytes
             self._added += batch.num_rows
@@ -203,13 +218,21 @@ class StoreWriter:
                     self._change.notify_all()
                 return
 
-    def _commit(self, taken: list[pa.RecordBatch]) -> None:
+    def _commit(self, taken: list[tuple[pa.RecordBatch, int]]) -> None:
         started = time.monotonic()
-        rows = pa.Table.from_batches(taken)
-        done = append(self._table, rows, self._writer_id, self._batch_no, nulls=self._nulls, on_error="raise")
+        rows = pa.concat_tables([pa.Table.from_batches([b]) for b, _ in taken], promote_options="default")
+        done = append(
+            self._table,
+            rows,
+            self._writer_id,
+            self._batch_no,
+            nulls=self._nulls,
+            on_error="raise",
+            cache_refs_left_out=sum(left_out for _, left_out in taken),
+        )
         with self._change:
             self._batch_no += 1
-            for batch in taken:
+            for batch, _ in taken:
                 self._queue.popleft()
                 self._queued_rows -= batch.num_rows
                 self._queued_bytes -= batch.nbytes

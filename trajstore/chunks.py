@@ -1,0 +1,178 @@
+"""Owns rows picked out of record batches, gathered only when touched; knows no objects and no store.
+
+Axis letters: N rows of a chunk, K picked rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from trajstore.layouts import UNKNOWN_VERSION, Ragged, Rows
+
+Int64s = NDArray[np.int64]
+
+_SCALARS = {"length": 0, "prompt_length": -1, "version_id": UNKNOWN_VERSION, "id_hash": 0, "reward": 0}
+"""Scalars of `layouts.Rows`, and what stands for null."""
+
+_FEW_RUNS = 8
+"""Up to so many runs of rows slices cost less than a take (research/performance.md §4)."""
+
+
+@dataclass(frozen=True)
+class _List:
+    """Views of a list column: row i is `values[offsets[i] : offsets[i + 1]]`, or null where not valid."""
+
+    values: NDArray[Any]
+    offsets: NDArray[Any]
+    valid: NDArray[np.bool_] | None
+
+
+class Chunk:
+    """A record batch, and numpy views of its columns, made when first asked for."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self.batch = batch
+        self._lists: dict[str, _List | None] = {}
+        self._scalars: dict[str, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return int(self.batch.num_rows)
+
+    def scalar(self, name: str) -> NDArray[Any]:
+        """A number of each row, [N]; see `_SCALARS` for null."""
+        found = self._scalars.get(name)
+        if found is None:
+            found = self.batch.column(name).fill_null(_SCALARS[name]).to_numpy()
+            self._scalars[name] = found
+        return found
+
+    def lists(self, name: str) -> _List | None:
+        """A list column of numbers; None when it is null in every row."""
+        if name not in self._lists:
+            array = self.batch.column(name) if name in self.batch.schema.names else None
+            self._lists[name] = None if array is None or array.null_count == len(array) else _view(array)
+        return self._lists[name]
+
+    def ids(self, rows: Int64s) -> list[str]:
+        """Names of these rows."""
+        column = self.batch.column("id")
+        if len(rows) > _FEW_RUNS:
+            return column.take(pa.array(rows)).to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
+        return [column[i].as_py() for i in rows.tolist()]
+
+
+def _view(array: pa.Array) -> _List:
+    ragged = Ragged.from_arrow(array)
+    valid = np.asarray(array.is_valid()) if array.null_count else None
+    return _List(ragged.chunks[0], array.offsets.to_numpy(), valid)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """K rows: row i is `row[i]` of `chunks[chunk[i]]`.
+
+    Attributes:
+        chunks: what the rows are in.
+        chunk, row: [K] int64 each.
+        schema: the columns; a chunk that does not have one is null there.
+    """
+
+    chunks: Sequence[Chunk]
+    chunk: Int64s
+    row: Int64s
+    schema: pa.Schema
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, positions: slice | Int64s) -> Picked:
+        return Picked(self.chunks, self.chunk[positions], self.row[positions], self.schema)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column of the rows."""
+        kind = self.schema.field(name).type
+        parts = [
+            self.chunks[number].batch.column(name).take(pa.array(self.row[a:b]))
+            if name in self.chunks[number].batch.schema.names
+            else pa.nulls(b - a, kind)
+            for number, a, b in self._parts()
+        ]
+        return pa.chunked_array(parts, kind)
+
+    def to_arrow(self) -> pa.Table:
+        """The rows as a table; runs of rows are slices, nothing of them is copied."""
+        batches: list[pa.RecordBatch] = []
+        for number, a, b in self._parts():
+            batch, rows = _fitted(self.chunks[number].batch, self.schema), self.row[a:b]
+            cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+            if len(cuts) >= _FEW_RUNS:
+                batches.append(batch.take(pa.array(rows)))
+                continue
+            edges = [0, *cuts.tolist(), len(rows)]
+            batches += [batch.slice(int(rows[first]), last - first) for first, last in pairwise(edges)]
+        return pa.Table.from_batches(batches, self.schema)
+
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
+        """Stretches of positions in one chunk: its number, first and last + 1."""
+        if not len(self.chunk):
+            return
+        cuts = (np.flatnonzero(np.diff(self.chunk)) + 1).tolist()
+        for a, b in zip([0, *cuts], [*cuts, len(self.chunk)], strict=True):
+            yield int(self.chunk[a]), a, b
+
+    def rows(self, pads: Mapping[str, float]) -> Rows:
+        """What batches of tensors are made from; no token is copied."""
+        count = len(self)
+        rewards: NDArray[Any] = np.empty(count, np.float64)
+        scalars: dict[str, NDArray[Any]] = {"reward": rewards}
+        scalars |= {name: np.empty(count, np.int64) for name in _SCALARS if name != "reward"}
+        names = [f.name for f in self.schema if _holds_numbers(f.type)]
+        start = {name: np.zeros(count, np.int64) for name in names}
+        length = {name: np.full(count, -1, np.int64) for name in names}
+        values: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+        chunk = {name: np.zeros(count, np.int64) for name in names}
+        ids: list[str] = []
+        for number, a, b in self._parts():
+            source, rows = self.chunks[number], self.row[a:b]
+            ids += source.ids(rows)
+            for name, out in scalars.items():
+                out[a:b] = source.scalar(name)[rows]
+            for name in names:
+                found = source.lists(name)
+                if found is None:
+                    continue
+                start[name][a:b] = first = found.offsets[rows]
+                size = found.offsets[rows + 1] - first
+                length[name][a:b] = size if found.valid is None else np.where(found.valid[rows], size, -1)
+                chunk[name][a:b] = len(values[name])
+                values[name].append(found.values)
+        return Rows(
+            ids=ids,
+            lengths=scalars["length"],
+            prompt_lengths=scalars["prompt_length"],
+            rewards=rewards,
+            versions=scalars["version_id"],
+            columns={n: Ragged(tuple(values[n]), chunk[n], start[n], length[n]) for n in names},
+            pads=pads,
+            keys=scalars["id_hash"],
+        )
+
+
+def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    if batch.schema.names == schema.names:
+        return batch
+    held = set(batch.schema.names)
+    columns = [batch.column(f.name) if f.name in held else pa.nulls(len(batch), f.type) for f in schema]
+    return pa.record_batch(columns, schema=schema)
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(listed and pa.types.is_primitive(kind.value_type))
