@@ -178,6 +178,21 @@ class Scan:
             rows = _Chosen(chosen.files, chosen.file[part], chosen.row[part], [])
             yield TrajectoryBatch.from_arrow(self._gather(rows, self.schema))
 
+    def pieces(self, columns: Sequence[str]) -> Iterator[tuple[Int64s, pa.Table]]:
+        """The rows as they lie in the files, for reductions that need no order and little memory.
+
+        Each piece is the positions of up to a row group of rows in the scan's order, [K] int64, and these
+        rows' columns. Every row group is decoded once, whatever the order of arrival.
+        """
+        chosen = self._choose()
+        schema = pa.schema([self._table.schema.field(name) for name in columns])
+        for number in np.unique(chosen.file):
+            mine = np.nonzero(chosen.file == number)[0]
+            mine = mine[np.argsort(chosen.row[mine], kind="stable")]
+            for start in range(0, len(mine), files.ROW_GROUP_ROWS):
+                part = mine[start : start + files.ROW_GROUP_ROWS]
+                yield part, files.read(self._table.place, chosen.files[number], schema, chosen.row[part])
+
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """The row source that loaders take: scalars of a batch and addresses of these list columns."""
         names = dict.fromkeys((*layouts.SCALARS, *columns))
