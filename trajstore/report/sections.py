@@ -1,0 +1,286 @@
+"""Owns what each part of a report says: its sentence, its plots, its numbers and its formulas; no HTML tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from trajstore.query.survey import CLIP
+from trajstore.report import charts
+from trajstore.report.charts import library
+from trajstore.report.facts import Facts
+from trajstore.report.text import number, numbers, percent, short
+
+__all__ = ["Section", "all_of", "library"]
+
+SHOWN_COLUMNS = 12
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page: a heading, one sentence, plots (Vega-Lite), a table, and how they are made."""
+
+    name: str
+    says: str
+    plots: Sequence[dict[str, Any]]
+    numbers: str
+    caption: str
+
+
+def all_of(facts: Facts) -> list[Section]:
+    """The parts for which there are rows."""
+    makers = (_rewards, _ages, _drift, _staleness, _lengths, _padding, _groups, _sizes)
+    return [section for make in makers for section in make(facts)]
+
+
+def _text(value: Any) -> str:
+    return "unknown" if value is None else str(value) if value != "" else "not named"
+
+
+def _rewards(facts: Facts) -> Iterator[Section]:
+    known = facts.rewards.filter(pl.col("version_id").is_not_null() & pl.col("reward").is_not_null())
+    if not len(known):
+        return
+    per_version = (
+        known.group_by("version_id")
+        .agg(
+            reward=(pl.col("reward") * (pl.col("rows") - pl.col("not_finite"))).sum()
+            / (pl.col("rows") - pl.col("not_finite")).sum(),
+        )
+        .sort("version_id")
+    )
+    (v0, r0), (v1, r1) = per_version.row(0), per_version.row(-1)
+    says = f"Mean reward {number(r0)} at version {v0}, {number(r1)} at version {v1}"
+    if v0 == v1:
+        says = f"Mean reward {number(r0)}, all of version {v0}"
+    columns = {
+        "task": ("task", _text),
+        "version": ("version_id", number),
+        "rows": ("rows", number),
+        "mean": ("reward", number),
+        "std": ("reward_std", number),
+        "NaN": ("not_finite", number),
+    }
+    yield Section(
+        "Reward",
+        says,
+        [charts.spec(charts.rewards(known))],
+        numbers(facts.rewards, columns, last=True),
+        "Completed rows, by the policy version they were started under. Rewards that are NaN or infinite are left "
+        "out of the mean and counted beside it.",
+    )
+
+
+def _ages(facts: Facts) -> Iterator[Section]:
+    if facts.at is None or not len(facts.ages):
+        return
+    total = facts.ages["rows"].sum()
+    known = facts.ages.filter(pl.col("gap").is_not_null())
+    near = known.filter(pl.col("gap").abs() <= 1)["rows"].sum()
+    columns = {
+        "gap": ("gap", _text),
+        "rows": ("rows", number),
+        "tokens": ("tokens", short),
+        "mean reward": ("reward", number),
+    }
+    yield Section(
+        "Version gaps",
+        f"{percent(near / total)} of completed rows are at most one version from version {facts.at}",
+        [charts.spec(charts.ages(facts.ages))],
+        numbers(facts.ages.with_columns(pl.col("gap").cast(pl.String)), columns),
+        "Version gap: the current version less that of the row's oldest token. Below 0: newer than the current one.",
+    )
+
+
+def _drift(facts: Facts) -> Iterator[Section]:
+    known = facts.drift.filter(pl.col("drift_gap").is_not_null())
+    if not len(known):
+        return
+    first, last = known.row(0, named=True), known.row(-1, named=True)
+    says = (
+        f"|log-ratio| is {number(first['abs_log_ratio'])} nats a token at gap {first['drift_gap']}, "
+        f"{number(last['abs_log_ratio'])} at gap {last['drift_gap']}"
+    )
+    columns = {
+        "gap": ("drift_gap", _text),
+        "tokens": ("tokens", short),
+        "mean r": ("log_ratio", number),
+        "mean |r|": ("abs_log_ratio", number),
+        "max |r|": ("max_log_ratio", number),
+        "k1": ("k1", number),
+        "k2": ("k2", number),
+        "k3": ("k3", number),
+        "ESS tokens": ("ess_tokens", percent),
+        "ESS rows": ("ess_rows", percent),
+        "clip −": ("clipped_low", percent),
+        "clip +": ("clipped_high", percent),
+    }
+    table = facts.drift.with_columns(pl.col("drift_gap").cast(pl.String))
+    yield Section(
+        "Off-policy drift",
+        says,
+        [charts.spec(charts.drift(facts.drift)), charts.spec(charts.ess(facts.drift))],
+        numbers(table, columns),
+        "r = log_probs − behavior_log_probs of sampled tokens, by the gap between the version that log_probs are of "
+        "and the row's oldest. KL(behavior || current): k1 = −r, k2 = r²/2, k3 = eʳ − 1 − r (Schulman 2020). ESS / n = "
+        f"(Σw)² / (n Σw²), w = eʳ of a token, or of a row's sum. Clipped: eʳ outside 1 ± {CLIP}. At gap 0 what is left "
+        "is the mismatch of engine and trainer.",
+    )
+
+
+def _staleness(facts: Facts) -> Iterator[Section]:
+    if facts.at is None or not len(facts.staleness):
+        return
+    table = facts.staleness
+    if table["task"].n_unique() > 1:
+        table = pl.concat([facts.staleness_all, table])
+    says = "Every row is as fresh as can be"
+    bitten = facts.staleness_all.filter(pl.col("share") < 1)
+    if len(bitten):
+        at = bitten.row(len(bitten) // 2, named=True)
+        says = (
+            f"max_staleness={at['max_staleness']} keeps {percent(at['share'])} of the rows: mean length "
+            f"{number(float(at['kept_length'] or 0))} kept, {number(float(at['dropped_length'] or 0))} dropped"
+        )
+    columns = {
+        "task": ("task", _text),
+        "max_staleness": ("max_staleness", number),
+        "kept": ("share", percent),
+        "mean length kept": ("kept_length", number),
+        "dropped": ("dropped_length", number),
+    }
+    yield Section(
+        "What a staleness gate costs",
+        says,
+        [charts.spec(charts.staleness(facts.staleness))],
+        numbers(table, columns),
+        "Completed rows with version gap ≤ max_staleness. Slow tasks and long responses go first: a task whose line "
+        "is below the others is starved. Rows of an unknown version are never kept.",
+    )
+
+
+def _lengths(facts: Facts) -> Iterator[Section]:
+    if not facts.length_histogram["high"].max():
+        return
+    known = facts.lengths.filter(pl.col("version_id").is_not_null())
+    cut = facts.length_histogram.filter(pl.col("ended") == "cut off")["rows"].sum()
+    done = facts.lengths["rows"].sum()
+    says = f"{percent(cut / done) if done else 'None'} of completed responses were cut off"
+    drawn = [charts.spec(charts.length_histogram(facts.length_histogram))]
+    if len(known) > 1:
+        says += (
+            f"; mean length {number(known['mean'][0])} at version {known['version_id'][0]}, "
+            f"{number(known['mean'][-1])} at version {known['version_id'][-1]}"
+        )
+        drawn.append(charts.spec(charts.lengths(facts.lengths)))
+    both = facts.lengths.join(
+        facts.outcomes.select("version_id", "completed", "truncated", "aborted"),
+        on="version_id",
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
+    )
+    columns = {
+        "version": ("version_id", number),
+        "rows": ("rows", number),
+        "mean": ("mean", number),
+        "p50": ("p50", number),
+        "p90": ("p90", number),
+        "p99": ("p99", number),
+        "longest": ("longest", number),
+        "cut off": ("truncated", percent),
+        "aborted": ("aborted", percent),
+    }
+    yield Section(
+        "Lengths and ends",
+        says,
+        drawn,
+        numbers(both, columns, last=True),
+        "Response tokens (all tokens where the split is not known). Lengths are of completed rows; shares are of all "
+        "rows of the version. Cut off: finish_reason length, or terminated false.",
+    )
+
+
+def _padding(facts: Facts) -> Iterator[Section]:
+    if not len(facts.padding):
+        return
+    most, least = facts.padding["padding"].max(), facts.padding["padding"].min()
+    columns = {
+        "plan": ("plan", _text),
+        "batches": ("batches", number),
+        "padding": ("padding", percent),
+    }
+    yield Section(
+        "Padding",
+        f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best",
+        [charts.spec(charts.padding(facts.padding))],
+        numbers(facts.padding, columns),
+        "Padding / padded size over an epoch of completed rows, each batch as wide as its longest row. Packed batches "
+        "have none.",
+    )
+
+
+def _groups(facts: Facts) -> Iterator[Section]:
+    judged = facts.groups.filter(pl.col("zero_variance").is_not_null())
+    if not len(judged):
+        return
+    table = (
+        judged.group_by("version")
+        .agg(
+            groups=pl.len().cast(pl.Int64),
+            flat=pl.col("zero_variance").mean(),
+            solved=(pl.col("zero_variance") & (pl.col("reward") > 0)).mean(),
+            std=pl.col("reward_std").mean(),
+            responses=pl.col("responses").sum() / pl.col("rows").sum(),
+        )
+        .sort("version")
+    )
+    columns = {
+        "version": ("version", number),
+        "groups": ("groups", number),
+        "no signal": ("flat", percent),
+        "of which reward > 0": ("solved", percent),
+        "mean std": ("std", number),
+        "different responses": ("responses", percent),
+    }
+    share = judged["zero_variance"].mean()
+    yield Section(
+        "Groups",
+        f"{percent(share)} of {len(judged):,} groups have the same reward for all members",
+        [charts.spec(charts.groups(facts.groups))],
+        numbers(table, columns, last=True),
+        "Groups of two completed rows or more. No signal: the rewards differ by less than a billionth of the largest, "
+        "so a group-relative advantage is 0. Version: of the group's oldest token.",
+    )
+
+
+def _sizes(facts: Facts) -> Iterator[Section]:
+    total = sum(facts.bytes.values())
+    tokens = facts.tokens or 1
+    table = pl.DataFrame(
+        {
+            "column": list(facts.bytes),
+            "bytes": list(facts.bytes.values()),
+            "share": [size / max(1, total) for size in facts.bytes.values()],
+            "each": [size / tokens for size in facts.bytes.values()],
+        },
+        {"column": pl.String, "bytes": pl.Int64, "share": pl.Float64, "each": pl.Float64},
+    ).head(SHOWN_COLUMNS)
+    if not len(table):
+        return
+    columns = {
+        "column": ("column", _text),
+        "bytes": ("bytes", number),
+        "share": ("share", percent),
+        "bytes / token": ("each", number),
+    }
+    yield Section(
+        "Bytes",
+        f"{short(total)}B on disk, {number(total / tokens)} bytes a token",
+        [charts.spec(charts.sizes(table))],
+        numbers(table, columns),
+        "Compressed bytes of the snapshot's Parquet files, by column, largest first.",
+    )
