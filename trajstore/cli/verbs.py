@@ -229,7 +229,7 @@ def sample(
         return
     if not rows:
         show.console().print("no rows:")
-        for gate in drawn.explain():
+        for gate in drawn.gates():
             show.console().print(
                 f"  {gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out", markup=False
             )
