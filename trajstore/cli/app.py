@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import trajstore.cli.verbs as verbs
-from trajstore.cli import maintain, show
+from trajstore.cli import judge, maintain, show
 from trajstore.errors import InputError, TrajstoreError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -246,6 +246,9 @@ def restore(
 ) -> None:
     """Make the store as it was at a snapshot, as a new snapshot."""
     maintain.restore(store, snapshot, json=json)
+
+
+app.add_typer(judge.app)
 
 
 def main() -> None:

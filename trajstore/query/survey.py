@@ -22,6 +22,7 @@ from trajstore.batch import TrajectoryBatch
 from trajstore.errors import QueryError
 from trajstore.schema import BY_NAME
 from trajstore.selection import seeded_keys
+from trajstore.selection.steps import scalar
 from trajstore.store import Scan, TrajectoryStore
 from trajstore.trajectory import PolicyVersion, version_number
 
@@ -47,9 +48,6 @@ CLIP = 0.2
 
 ROUNDING = 1e-3
 """Nats above 0 that a log-prob may be by rounding in half precision."""
-
-BY_METADATA = "metadata."
-"""`metadata.KEY` names a key of the JSON in `metadata` where a column's name is asked for."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,8 @@ def facts(source: Source, *, at: PolicyVersion | int | None = None, by: str = "s
         QueryError: `by` is not a scalar column.
     """
     source = source.scan() if isinstance(source, TrajectoryStore) else source
-    root, path = ("metadata", by.removeprefix(BY_METADATA)) if by.startswith(BY_METADATA) else (by, None)
+    task = scalar(by)
+    (root,) = task.meta.root_names()
     frame = _scalars(source, dict.fromkeys((*SCALARS, root)))
     if frame.schema[root].is_nested():
         raise QueryError(f"column {by!r} is a list", hint="name a scalar column, or metadata.KEY")
@@ -97,9 +96,8 @@ def facts(source: Source, *, at: PolicyVersion | int | None = None, by: str = "s
     now = newest if at is None else version_number(at)
     oldest, current = pl.col("oldest_version_id"), pl.lit(now, pl.Int64)
     lengths = ("length", "prompt_length", "response_length", "group_size")  # sums of int32 would wrap
-    named = pl.col(root)
     frame = frame.with_columns(
-        task=named.cast(pl.String) if path is None else named.str.json_path_match(f"$.{path}"),
+        task=task.cast(pl.String),
         gap=current - oldest,
         drift_gap=pl.coalesce("log_probs_version", current) - oldest,
         **{name: pl.col(name).cast(pl.Int64) for name in lengths},

@@ -12,6 +12,9 @@ import altair as alt
 import polars as pl
 import vl_convert
 
+Spec = dict[str, Any]
+"""A plot in Vega-Lite, without the colours and type that the page gives it."""
+
 HEIGHT = 220
 UNKNOWN = "unknown"
 
@@ -27,13 +30,30 @@ def _chart(table: pl.DataFrame, height: int = HEIGHT) -> alt.Chart:
     return alt.Chart(_data(table), height=height, width="container")
 
 
+def _spec(chart: Any) -> Spec:
+    made: Spec = chart.to_dict()
+    made.pop("config", None)
+    return made
+
+
+def _line(base: Any, tips: Sequence[alt.Tooltip], **line: Any) -> Spec:
+    """A line with a point at each value, which says its numbers."""
+    points = base.mark_point(filled=True, size=45, opacity=1).encode(tooltip=list(tips))
+    return _spec(base.mark_line(**line) + points)
+
+
 def _tips(**fields: str) -> list[alt.Tooltip]:
     """Tooltips by title: `field:type:format`."""
     out = []
     for title, spec in fields.items():
         name, kind, *form = spec.split(":")
-        text = {"format": form[0]} if form else {}
-        out.append(alt.Tooltip(f"{name}:{kind}", title=title.replace("_", " ").strip(), **text))
+        out.append(
+            alt.Tooltip(
+                f"{name}:{kind}",
+                title=title.replace("_", " ").strip(),
+                format=form[0] if form else alt.Undefined,
+            )
+        )
     return out
 
 
@@ -41,7 +61,7 @@ def _versions(field: str = "version_id", title: str = "policy version") -> alt.X
     return alt.X(f"{field}:Q", title=title, axis=alt.Axis(format="d", tickMinStep=1))
 
 
-def rewards(table: pl.DataFrame) -> alt.LayerChart:
+def rewards(table: pl.DataFrame) -> Spec:
     """Mean reward against the version a row was started under, a line a task."""
     tips = _tips(version="version_id:Q", task="task:N", mean_reward="reward:Q:.3f", rows="rows:Q:,")
     many = table["task"].n_unique() > 1
@@ -50,17 +70,17 @@ def rewards(table: pl.DataFrame) -> alt.LayerChart:
     )
     if many:
         base = base.encode(color=alt.Color("task:N", title=None))
-    return base.mark_line() + base.mark_point(filled=True, size=45, opacity=1).encode(tooltip=tips)
+    return _line(base, tips)
 
 
 def bars(
     table: pl.DataFrame, x: str, y: str, *, x_title: str, y_title: str, tips: Sequence[alt.Tooltip]
-) -> alt.Chart:
+) -> Spec:
     """A bar for each value of x in their order; null is told as unknown."""
     named = table.with_columns(
         pl.col(x).cast(pl.String).fill_null(UNKNOWN).alias("name"), order=pl.int_range(pl.len())
     )
-    return (
+    return _spec(
         _chart(named)
         .mark_bar()
         .encode(
@@ -71,14 +91,14 @@ def bars(
     )
 
 
-def ages(table: pl.DataFrame) -> alt.Chart:
+def ages(table: pl.DataFrame) -> Spec:
     """Rows at each version gap."""
     tips = _tips(gap="name:N", rows="rows:Q:,", tokens="tokens:Q:,", mean_reward="reward:Q:.3f")
     table = table.sort("gap", nulls_last=True)
     return bars(table, "gap", "rows", x_title="version gap", y_title="rows", tips=tips)
 
 
-def drift(table: pl.DataFrame) -> alt.LayerChart:
+def drift(table: pl.DataFrame) -> Spec:
     """Mean |log-ratio| and k3 against the gap at which log-probs were recomputed."""
     known = table.filter(pl.col("drift_gap").is_not_null())
     names = {"abs_log_ratio": "mean |log-ratio|", "k3": "KL (k3)"}
@@ -91,10 +111,10 @@ def drift(table: pl.DataFrame) -> alt.LayerChart:
         color=alt.Color("variable:N", title=None),
     )
     tips = _tips(gap="drift_gap:Q", what="variable:N", nats="value:Q:.4f", tokens="tokens:Q:,")
-    return base.mark_line() + base.mark_point(filled=True, size=45, opacity=1).encode(tooltip=tips)
+    return _line(base, tips)
 
 
-def ess(table: pl.DataFrame) -> alt.LayerChart:
+def ess(table: pl.DataFrame) -> Spec:
     """Effective sample size over n and clip fraction against the gap."""
     known = table.filter(pl.col("drift_gap").is_not_null()).with_columns(
         clipped=pl.col("clipped_low") + pl.col("clipped_high")
@@ -109,10 +129,10 @@ def ess(table: pl.DataFrame) -> alt.LayerChart:
         color=alt.Color("variable:N", title=None, sort=list(names.values())),
     )
     tips = _tips(gap="drift_gap:Q", what="variable:N", share="value:Q:.1%", rows="rows:Q:,")
-    return base.mark_line() + base.mark_point(filled=True, size=45, opacity=1).encode(tooltip=tips)
+    return _line(base, tips)
 
 
-def staleness(table: pl.DataFrame) -> alt.LayerChart:
+def staleness(table: pl.DataFrame) -> Spec:
     """Share of each task that a gate keeps, against max_staleness."""
     base = _chart(table).encode(
         x=_versions("max_staleness", "max_staleness"),
@@ -126,24 +146,25 @@ def staleness(table: pl.DataFrame) -> alt.LayerChart:
     )
 
 
-def length_histogram(table: pl.DataFrame) -> alt.Chart:
+def length_histogram(table: pl.DataFrame) -> Spec:
     """Rows by response length, by how the response ended."""
     order = ["finished", "cut off", "aborted", "failed", "pending", "generating"]
-    return (
-        _chart(table)
+    ranked = table.with_columns(order=pl.col("ended").replace_strict(order, list(range(len(order)))))
+    return _spec(
+        _chart(ranked)
         .mark_bar()
         .encode(
-            x=alt.X("low:Q", title="response tokens", axis=alt.Axis(format="d")),
+            x=alt.X("low:Q", bin="binned", title="response tokens", axis=alt.Axis(format="d")),
             x2="high:Q",
             y=alt.Y("rows:Q", title="rows", stack="zero"),
             color=alt.Color("ended:N", title=None, sort=order),
-            order=alt.Order("ended:N"),
+            order=alt.Order("order:Q"),
             tooltip=_tips(from_="low:Q:,", below="high:Q:,", ended="ended:N", rows="rows:Q:,"),
         )
     )
 
 
-def lengths(table: pl.DataFrame) -> alt.LayerChart:
+def lengths(table: pl.DataFrame) -> Spec:
     """Median, 90th percentile and longest response against the version."""
     names = {"p50": "median", "p90": "90th percentile", "longest": "longest"}
     long = (
@@ -158,26 +179,32 @@ def lengths(table: pl.DataFrame) -> alt.LayerChart:
         color=alt.Color("variable:N", title=None, sort=list(names.values())),
     )
     tips = _tips(version="version_id:Q", what="variable:N", tokens="value:Q:,", rows="rows:Q:,")
-    return base.mark_line() + base.mark_point(filled=True, size=45, opacity=1).encode(tooltip=tips)
+    return _line(base, tips)
 
 
-def padding(table: pl.DataFrame) -> alt.LayerChart:
+def padding(table: pl.DataFrame) -> Spec:
     """Padding ratio of each plan."""
-    base = _chart(table.with_columns(order=pl.int_range(pl.len())), height=34 * max(1, len(table))).encode(
-        y=alt.Y(
-            "plan:N",
-            title=None,
-            sort=alt.SortField("order"),
-            axis=alt.Axis(labelLimit=260, ticks=False, domain=False),
+    most = max(table["padding"].to_list(), default=0.0)
+    base = _chart(table, height=34 * max(1, len(table))).encode(
+        y=_names(table["plan"].to_list(), "plan", width=260),
+        x=alt.X(
+            "padding:Q",
+            title="padding / padded size",
+            axis=alt.Axis(format="%"),
+            scale=alt.Scale(domain=[0, 1.15 * most or 1]),  # room for the last number
         ),
-        x=alt.X("padding:Q", title="padding / padded size", axis=alt.Axis(format="%")),
         tooltip=_tips(plan="plan:N", padding="padding:Q:.1%", batches="batches:Q:,"),
     )
     text = base.mark_text(align="left", dx=5).encode(text=alt.Text("padding:Q", format=".1%"))
-    return base.mark_bar() + text
+    return _spec(base.mark_bar() + text)
 
 
-def groups(table: pl.DataFrame) -> alt.Chart:
+def _names(order: Sequence[str], field: str, width: int) -> alt.Y:
+    axis = alt.Axis(labelLimit=width, ticks=False, domain=False)
+    return alt.Y(f"{field}:N", title=None, sort=list(order), axis=axis)
+
+
+def groups(table: pl.DataFrame) -> Spec:
     """Groups by the standard deviation of their rewards; those without any stand apart."""
     judged = table.filter(pl.col("zero_variance").is_not_null())
     width = (max(judged["reward_std"].to_list(), default=0.0) or 1.0) / 24
@@ -192,11 +219,11 @@ def groups(table: pl.DataFrame) -> alt.Chart:
         .with_columns(high=pl.col("low") + width)
         .sort("low")
     )
-    return (
+    return _spec(
         _chart(binned)
         .mark_bar()
         .encode(
-            x=alt.X("low:Q", title="standard deviation of a group's rewards (left of 0: none)"),
+            x=alt.X("low:Q", bin="binned", title="standard deviation of a group's rewards (left of 0: none)"),
             x2="high:Q",
             y=alt.Y("groups:Q", title="groups"),
             color=alt.Color("kind:N", title=None, sort=["rewards differ", "no signal"]),
@@ -205,33 +232,22 @@ def groups(table: pl.DataFrame) -> alt.Chart:
     )
 
 
-def sizes(table: pl.DataFrame) -> alt.Chart:
+def sizes(table: pl.DataFrame) -> Spec:
     """Compressed bytes of each column."""
-    return (
-        _chart(table.with_columns(order=pl.int_range(pl.len())), height=22 * max(1, len(table)))
+    return _spec(
+        _chart(table, height=24 * max(1, len(table)))
         .mark_bar()
         .encode(
-            y=alt.Y(
-                "column:N",
-                title=None,
-                sort=alt.SortField("order"),
-                axis=alt.Axis(labelLimit=200, ticks=False, domain=False),
-            ),
+            y=_names(table["column"].to_list(), "column", width=200),
             x=alt.X("bytes:Q", title="compressed bytes", axis=alt.Axis(format="~s")),
             tooltip=_tips(column="column:N", bytes="bytes:Q:,", share="share:Q:.1%"),
         )
     )
 
 
-def spec(chart: Any) -> dict[str, Any]:
-    """The chart as Vega-Lite, without the colours and type that the page gives it."""
-    made: dict[str, Any] = chart.to_dict()
-    made.pop("config", None)
-    return made
-
-
 def library() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, of the versions that altair speaks."""
     version = "_".join(alt.SCHEMA_VERSION.split(".")[:2])
-    bundle: str = vl_convert.javascript_bundle(vl_version=version)
+    # The stub has no default for the snippet, the function has.
+    bundle = vl_convert.javascript_bundle(vl_version=version)  # type: ignore[call-arg]
     return bundle.replace("</script", "<\\/script")

@@ -87,11 +87,12 @@ def _header(facts: Facts) -> str:
 
 def _tiles(facts: Facts) -> str:
     zero = facts.groups.filter(pl.col("zero_variance").is_not_null())["zero_variance"]
-    done = facts.ages["rows"].sum()
-    # Tasks weigh by their rows, and a mean that is not known is left out.
+    done = sum(facts.ages["rows"].to_list())
     known = facts.ages.filter(pl.col("reward").is_not_null())
-    counted = (known["rows"] - known["not_finite"]).sum()
-    reward = (known["reward"] * (known["rows"] - known["not_finite"])).sum() / counted if counted else None
+    weights = (known["rows"] - known["not_finite"]).to_list()
+    reward = (
+        sum(r * w for r, w in zip(known["reward"], weights, strict=True)) / sum(weights) if weights else None
+    )
     tiles = {
         "rows": f"{facts.rows:,}",
         "tokens": short(facts.tokens),
@@ -99,7 +100,7 @@ def _tiles(facts: Facts) -> str:
         "policy versions": f"{facts.versions:,}",
         "groups": f"{facts.groups_count:,}",
         "mean reward": number(reward),
-        "groups without signal": percent(zero.sum() / len(zero)) if len(zero) else NOTHING,
+        "groups without signal": percent(zero.mean()) if len(zero) else NOTHING,
         "on disk": f"{short(sum(facts.bytes.values()))}B",
     }
     cells = (f'<div class="tile"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in tiles.items())

@@ -1,4 +1,4 @@
-"""Owns what each part of a report says: its sentence, its plots, its numbers and its formulas; no HTML tags."""
+"""Owns what each part of a report says: sentence, plots, numbers and formulas; no HTML tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trajstore.query.survey import CLIP
 from trajstore.report import charts
 from trajstore.report.charts import library
 from trajstore.report.facts import Facts
-from trajstore.report.text import number, numbers, percent, short
+from trajstore.report.text import number, numbers, percent, short, tokens
 
 __all__ = ["Section", "all_of", "library"]
 
@@ -40,6 +40,15 @@ def _text(value: Any) -> str:
     return "unknown" if value is None else str(value) if value != "" else "not named"
 
 
+def _sum(values: pl.Series) -> int:
+    return sum(values.to_list())
+
+
+def _task(table: pl.DataFrame) -> dict[str, tuple[str, Any]]:
+    """A column for the task, when there are several."""
+    return {"task": ("task", _text)} if table["task"].n_unique() > 1 else {}
+
+
 def _rewards(facts: Facts) -> Iterator[Section]:
     known = facts.rewards.filter(pl.col("version_id").is_not_null() & pl.col("reward").is_not_null())
     if not len(known):
@@ -56,8 +65,7 @@ def _rewards(facts: Facts) -> Iterator[Section]:
     says = f"Mean reward {number(r0)} at version {v0}, {number(r1)} at version {v1}"
     if v0 == v1:
         says = f"Mean reward {number(r0)}, all of version {v0}"
-    columns = {
-        "task": ("task", _text),
+    columns = _task(facts.rewards) | {
         "version": ("version_id", number),
         "rows": ("rows", number),
         "mean": ("reward", number),
@@ -67,19 +75,19 @@ def _rewards(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Reward",
         says,
-        [charts.spec(charts.rewards(known))],
+        [charts.rewards(known)],
         numbers(facts.rewards, columns, last=True),
-        "Completed rows, by the policy version they were started under. Rewards that are NaN or infinite are left "
-        "out of the mean and counted beside it.",
+        "Completed rows, by the policy version they were started under. Rewards that are NaN or infinite are "
+        "left out of the mean and counted beside it.",
     )
 
 
 def _ages(facts: Facts) -> Iterator[Section]:
     if facts.at is None or not len(facts.ages):
         return
-    total = facts.ages["rows"].sum()
     known = facts.ages.filter(pl.col("gap").is_not_null())
-    near = known.filter(pl.col("gap").abs() <= 1)["rows"].sum()
+    near = _sum(known.filter(pl.col("gap").abs() <= 1)["rows"]) / _sum(facts.ages["rows"])
+    mean = _sum(known["gap"] * known["rows"]) / max(1, _sum(known["rows"]))
     columns = {
         "gap": ("gap", _text),
         "rows": ("rows", number),
@@ -88,10 +96,11 @@ def _ages(facts: Facts) -> Iterator[Section]:
     }
     yield Section(
         "Version gaps",
-        f"{percent(near / total)} of completed rows are at most one version from version {facts.at}",
-        [charts.spec(charts.ages(facts.ages))],
+        f"Mean gap {mean:.1f} from version {facts.at}; {percent(near)} of rows are within one version of it",
+        [charts.ages(facts.ages)],
         numbers(facts.ages.with_columns(pl.col("gap").cast(pl.String)), columns),
-        "Version gap: the current version less that of the row's oldest token. Below 0: newer than the current one.",
+        "Version gap: the current version less that of the row's oldest token. Below 0: newer than the "
+        "current one.",
     )
 
 
@@ -122,12 +131,12 @@ def _drift(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Off-policy drift",
         says,
-        [charts.spec(charts.drift(facts.drift)), charts.spec(charts.ess(facts.drift))],
+        [charts.drift(facts.drift), charts.ess(facts.drift)],
         numbers(table, columns),
-        "r = log_probs − behavior_log_probs of sampled tokens, by the gap between the version that log_probs are of "
-        "and the row's oldest. KL(behavior || current): k1 = −r, k2 = r²/2, k3 = eʳ − 1 − r (Schulman 2020). ESS / n = "
-        f"(Σw)² / (n Σw²), w = eʳ of a token, or of a row's sum. Clipped: eʳ outside 1 ± {CLIP}. At gap 0 what is left "
-        "is the mismatch of engine and trainer.",
+        "r = log_probs − behavior_log_probs of sampled tokens of completed rows, by the gap between the "
+        "version that log_probs are of and the row's oldest. KL(behavior || current): k1 = −r, k2 = r²/2, "
+        "k3 = eʳ − 1 − r (Schulman 2020). ESS / n = (Σw)² / (n Σw²), w = eʳ of a token, or of a row's sum. "
+        f"Clipped: eʳ outside 1 ± {CLIP}. At gap 0 what is left is the mismatch of engine and trainer.",
     )
 
 
@@ -143,22 +152,21 @@ def _staleness(facts: Facts) -> Iterator[Section]:
         at = bitten.row(len(bitten) // 2, named=True)
         says = (
             f"max_staleness={at['max_staleness']} keeps {percent(at['share'])} of the rows: mean length "
-            f"{number(float(at['kept_length'] or 0))} kept, {number(float(at['dropped_length'] or 0))} dropped"
+            f"{tokens(at['kept_length'])} kept, {tokens(at['dropped_length'])} dropped"
         )
-    columns = {
-        "task": ("task", _text),
+    columns = _task(table) | {
         "max_staleness": ("max_staleness", number),
         "kept": ("share", percent),
-        "mean length kept": ("kept_length", number),
-        "dropped": ("dropped_length", number),
+        "length kept": ("kept_length", tokens),
+        "dropped": ("dropped_length", tokens),
     }
     yield Section(
         "What a staleness gate costs",
         says,
-        [charts.spec(charts.staleness(facts.staleness))],
+        [charts.staleness(facts.staleness)],
         numbers(table, columns),
-        "Completed rows with version gap ≤ max_staleness. Slow tasks and long responses go first: a task whose line "
-        "is below the others is starved. Rows of an unknown version are never kept.",
+        "Completed rows with version gap ≤ max_staleness. Slow tasks and long responses go first: a task "
+        "whose line is below the others is starved. Rows of an unknown version are never kept.",
     )
 
 
@@ -166,16 +174,15 @@ def _lengths(facts: Facts) -> Iterator[Section]:
     if not facts.length_histogram["high"].max():
         return
     known = facts.lengths.filter(pl.col("version_id").is_not_null())
-    cut = facts.length_histogram.filter(pl.col("ended") == "cut off")["rows"].sum()
-    done = facts.lengths["rows"].sum()
-    says = f"{percent(cut / done) if done else 'None'} of completed responses were cut off"
-    drawn = [charts.spec(charts.length_histogram(facts.length_histogram))]
+    cut = _sum(facts.length_histogram.filter(pl.col("ended") == "cut off")["rows"])
+    says = f"{percent(cut / max(1, _sum(facts.lengths['rows'])))} of completed responses were cut off"
+    drawn = [charts.length_histogram(facts.length_histogram)]
     if len(known) > 1:
         says += (
-            f"; mean length {number(known['mean'][0])} at version {known['version_id'][0]}, "
-            f"{number(known['mean'][-1])} at version {known['version_id'][-1]}"
+            f"; mean length {tokens(known['mean'][0])} at version {known['version_id'][0]}, "
+            f"{tokens(known['mean'][-1])} at version {known['version_id'][-1]}"
         )
-        drawn.append(charts.spec(charts.lengths(facts.lengths)))
+        drawn.append(charts.lengths(facts.lengths))
     both = facts.lengths.join(
         facts.outcomes.select("version_id", "completed", "truncated", "aborted"),
         on="version_id",
@@ -186,11 +193,11 @@ def _lengths(facts: Facts) -> Iterator[Section]:
     columns = {
         "version": ("version_id", number),
         "rows": ("rows", number),
-        "mean": ("mean", number),
-        "p50": ("p50", number),
-        "p90": ("p90", number),
-        "p99": ("p99", number),
-        "longest": ("longest", number),
+        "mean": ("mean", tokens),
+        "p50": ("p50", tokens),
+        "p90": ("p90", tokens),
+        "p99": ("p99", tokens),
+        "max": ("longest", tokens),
         "cut off": ("truncated", percent),
         "aborted": ("aborted", percent),
     }
@@ -199,8 +206,8 @@ def _lengths(facts: Facts) -> Iterator[Section]:
         says,
         drawn,
         numbers(both, columns, last=True),
-        "Response tokens (all tokens where the split is not known). Lengths are of completed rows; shares are of all "
-        "rows of the version. Cut off: finish_reason length, or terminated false.",
+        "Response tokens (all tokens where the split is not known). Lengths are of completed rows, "
+        "shares of all rows of the version. Cut off: finish_reason length, or terminated false.",
     )
 
 
@@ -216,10 +223,10 @@ def _padding(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Padding",
         f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best",
-        [charts.spec(charts.padding(facts.padding))],
+        [charts.padding(facts.padding)],
         numbers(facts.padding, columns),
-        "Padding / padded size over an epoch of completed rows, each batch as wide as its longest row. Packed batches "
-        "have none.",
+        "Padding / padded size over an epoch of completed rows, each batch as wide as its longest row. "
+        "Packed batches have none.",
     )
 
 
@@ -250,10 +257,10 @@ def _groups(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Groups",
         f"{percent(share)} of {len(judged):,} groups have the same reward for all members",
-        [charts.spec(charts.groups(facts.groups))],
+        [charts.groups(facts.groups)],
         numbers(table, columns, last=True),
-        "Groups of two completed rows or more. No signal: the rewards differ by less than a billionth of the largest, "
-        "so a group-relative advantage is 0. Version: of the group's oldest token.",
+        "Groups of two completed rows or more. No signal: the rewards differ by less than a billionth of the "
+        "largest, so a group-relative advantage is 0. Version: of the group's oldest token.",
     )
 
 
@@ -280,7 +287,7 @@ def _sizes(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Bytes",
         f"{short(total)}B on disk, {number(total / tokens)} bytes a token",
-        [charts.spec(charts.sizes(table))],
+        [charts.sizes(table)],
         numbers(table, columns),
         "Compressed bytes of the snapshot's Parquet files, by column, largest first.",
     )

@@ -23,6 +23,13 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1e}"
 
 
+def tokens(value: Any) -> str:
+    """A number of tokens, or a mean of them."""
+    if value is None or value != value:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
 def percent(value: Any) -> str:
     """A share."""
     return NOTHING if value is None or value != value else f"{value:.1%}"

@@ -211,12 +211,13 @@ class Scan:
         """
         chosen = self._choose()
         schema = pa.schema([self._table.schema.field(name) for name in columns])
-        for number in np.unique(chosen.file):
-            mine = np.nonzero(chosen.file == number)[0]
-            mine = mine[np.argsort(chosen.row[mine], kind="stable")]
+        file_of, row_of = chosen.of(chosen.frame.file), chosen.of(chosen.frame.row)
+        for number in np.unique(file_of):
+            mine = np.nonzero(file_of == number)[0]
+            mine = mine[np.argsort(row_of[mine], kind="stable")]
             for start in range(0, len(mine), files.ROW_GROUP_ROWS):
                 part = mine[start : start + files.ROW_GROUP_ROWS]
-                yield part, files.read(self._table.place, chosen.files[number], schema, chosen.row[part])
+                yield part, files.read(self._table.place, chosen.frame.files[number], schema, row_of[part])
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """The row source that loaders take: scalars of a batch and addresses of these list columns."""
