@@ -141,9 +141,7 @@ def staleness(table: pl.DataFrame) -> Spec:
     if table["task"].n_unique() > 1:
         base = base.encode(color=alt.Color("task:N", title=None))
     tips = _tips(max_staleness="max_staleness:Q", task="task:N", kept="share:Q:.1%", rows="rows:Q:,")
-    return base.mark_line(interpolate="step-after") + base.mark_point(filled=True, size=45, opacity=1).encode(
-        tooltip=tips
-    )
+    return _line(base, tips, interpolate="step-after")
 
 
 def length_histogram(table: pl.DataFrame) -> Spec:
