@@ -35,10 +35,10 @@ class Facts:
         by: what a task is.
         rows, tokens, groups, versions: totals; versions is the number of different ones.
         findings: the doctor's.
-        rewards: completed rows by task and version.
+        rewards: completed rows by version; `rewards_by_task` by task and version, tasks of few rows joined.
         ages: completed rows by version gap.
         drift: by gap at which log-probs were recomputed.
-        staleness: what a gate keeps of each task; `staleness_all` of all rows.
+        staleness: what a gate keeps of all completed rows; `staleness_by_task` of each task.
         outcomes, lengths: by version.
         length_histogram: low, high, ended (how the response ended), rows.
         groups: one row a group of completed rows.
@@ -57,10 +57,11 @@ class Facts:
     versions: int
     findings: list[Finding]
     rewards: pl.DataFrame
+    rewards_by_task: pl.DataFrame
     ages: pl.DataFrame
     drift: pl.DataFrame
     staleness: pl.DataFrame
-    staleness_all: pl.DataFrame
+    staleness_by_task: pl.DataFrame
     outcomes: pl.DataFrame
     lengths: pl.DataFrame
     length_histogram: pl.DataFrame
@@ -96,11 +97,12 @@ def gather(store: TrajectoryStore, *, at: PolicyVersion | int | None = None, by:
         groups_count=rows.frame["group_id"].drop_nulls().n_unique(),
         versions=rows.frame["version_id"].drop_nulls().n_unique(),
         findings=examine(rows),
-        rewards=metrics.rewards(tasked),
+        rewards=metrics.ages(done, ("version_id",)),
+        rewards_by_task=metrics.rewards(tasked),
         ages=metrics.ages(done),
         drift=metrics.drift(done),
-        staleness=metrics.staleness(tasked),
-        staleness_all=metrics.staleness(done.with_columns(task=pl.lit("all rows"))),
+        staleness=metrics.staleness(done.with_columns(task=pl.lit("all"))),
+        staleness_by_task=metrics.staleness(tasked),
         outcomes=metrics.outcomes(rows.frame),
         lengths=metrics.lengths(done),
         length_histogram=length_histogram(rows),

@@ -36,16 +36,15 @@ def page(facts: Facts) -> str:
     specs: dict[str, Any] = {}
     body = [_header(facts), _tiles(facts), _findings(facts)]
     for section in sections.all_of(facts):
-        places = []
-        for spec in section.plots:
+        panels = []
+        for spec, numbers in section.panels:
             place = f"plot-{len(specs)}"
             specs[place] = spec
-            places.append(
-                f'<div class="plot" id="{place}" role="img" aria-label="{escape(section.says)}"></div>'
-            )
+            label = escape(f"{section.name}: {section.says}")
+            plot = f'<div class="plot" id="{place}" role="img" aria-label="{label}"></div>'
+            panels.append(f'<div class="row">{plot}{numbers}</div>')
         body.append(
-            f"<section><h2>{escape(section.name)}</h2><h3>{escape(section.says)}</h3>"
-            f'<div class="row"><div>{"".join(places)}</div>{section.numbers}</div>'
+            f"<section><h2>{escape(section.name)}</h2><h3>{escape(section.says)}</h3>{''.join(panels)}"
             f'<p class="caption">{escape(section.caption)}</p></section>'
         )
     body.append("<footer>Made by trajstore from the store alone; this page loads nothing.</footer>")

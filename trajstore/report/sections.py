@@ -21,12 +21,11 @@ SHOWN_COLUMNS = 12
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page: a heading, one sentence, plots (Vega-Lite), a table, and how they are made."""
+    """One part of the page: a heading, a sentence, plots and the numbers beside each, how they are made."""
 
     name: str
     says: str
-    plots: Sequence[dict[str, Any]]
-    numbers: str
+    panels: Sequence[tuple[dict[str, Any], str]]
     caption: str
 
 
@@ -44,39 +43,36 @@ def _sum(values: pl.Series) -> int:
     return sum(values.to_list())
 
 
-def _task(table: pl.DataFrame) -> dict[str, tuple[str, Any]]:
-    """A column for the task, when there are several."""
-    return {"task": ("task", _text)} if table["task"].n_unique() > 1 else {}
+def _by_task(table: pl.DataFrame, index: str, value: str) -> tuple[pl.DataFrame, dict[str, str]]:
+    """The value of each task in a column of its own: the table, and the columns by the tasks' names."""
+    tasks = table["task"].unique(maintain_order=True).to_list()
+    names = {task: f"task {i}" for i, task in enumerate(tasks)}  # a task may have any name
+    wide = table.with_columns(pl.col("task").replace_strict(names)).pivot("task", index=index, values=value)
+    return wide, {_text(task): name for task, name in names.items()} if len(tasks) > 1 else {}
 
 
 def _rewards(facts: Facts) -> Iterator[Section]:
     known = facts.rewards.filter(pl.col("version_id").is_not_null() & pl.col("reward").is_not_null())
     if not len(known):
         return
-    per_version = (
-        known.group_by("version_id")
-        .agg(
-            reward=(pl.col("reward") * (pl.col("rows") - pl.col("not_finite"))).sum()
-            / (pl.col("rows") - pl.col("not_finite")).sum(),
-        )
-        .sort("version_id")
-    )
-    (v0, r0), (v1, r1) = per_version.row(0), per_version.row(-1)
-    says = f"Mean reward {number(r0)} at version {v0}, {number(r1)} at version {v1}"
-    if v0 == v1:
-        says = f"Mean reward {number(r0)}, all of version {v0}"
-    columns = _task(facts.rewards) | {
+    first, last = known.row(0, named=True), known.row(-1, named=True)
+    says = f"Mean reward {number(first['reward'])} at version {first['version_id']}"
+    if len(known) > 1:
+        says += f", {number(last['reward'])} at version {last['version_id']}"
+    wide, tasks = _by_task(facts.rewards_by_task, "version_id", "reward")
+    table = facts.rewards.join(wide, on="version_id", how="left", nulls_equal=True, maintain_order="left")
+    columns = {
         "version": ("version_id", number),
         "rows": ("rows", number),
         "mean": ("reward", number),
         "std": ("reward_std", number),
+        **{task: (name, number) for task, name in tasks.items()},
         "NaN": ("not_finite", number),
     }
     yield Section(
         "Reward",
         says,
-        [charts.rewards(known)],
-        numbers(facts.rewards, columns, last=True),
+        [(charts.rewards(facts.rewards_by_task), numbers(table, columns, last=True))],
         "Completed rows, by the policy version they were started under. Rewards that are NaN or infinite are "
         "left out of the mean and counted beside it.",
     )
@@ -97,8 +93,7 @@ def _ages(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Version gaps",
         f"Mean gap {mean:.1f} from version {facts.at}; {percent(near)} of rows are within one version of it",
-        [charts.ages(facts.ages)],
-        numbers(facts.ages.with_columns(pl.col("gap").cast(pl.String)), columns),
+        [(charts.ages(facts.ages), numbers(facts.ages.with_columns(pl.col("gap").cast(pl.String)), columns))],
         "Version gap: the current version less that of the row's oldest token. Below 0: newer than the "
         "current one.",
     )
@@ -113,8 +108,8 @@ def _drift(facts: Facts) -> Iterator[Section]:
         f"|log-ratio| is {number(first['abs_log_ratio'])} nats a token at gap {first['drift_gap']}, "
         f"{number(last['abs_log_ratio'])} at gap {last['drift_gap']}"
     )
-    columns = {
-        "gap": ("drift_gap", _text),
+    gap = {"gap": ("drift_gap", _text)}
+    nats = {
         "tokens": ("tokens", short),
         "mean r": ("log_ratio", number),
         "mean |r|": ("abs_log_ratio", number),
@@ -122,17 +117,22 @@ def _drift(facts: Facts) -> Iterator[Section]:
         "k1": ("k1", number),
         "k2": ("k2", number),
         "k3": ("k3", number),
-        "ESS tokens": ("ess_tokens", percent),
-        "ESS rows": ("ess_rows", percent),
-        "clip −": ("clipped_low", percent),
-        "clip +": ("clipped_high", percent),
+    }
+    shares = {
+        "rows": ("rows", number),
+        "ESS / n, tokens": ("ess_tokens", percent),
+        "ESS / n, rows": ("ess_rows", percent),
+        "clipped below": ("clipped_low", percent),
+        "above": ("clipped_high", percent),
     }
     table = facts.drift.with_columns(pl.col("drift_gap").cast(pl.String))
     yield Section(
         "Off-policy drift",
         says,
-        [charts.drift(facts.drift), charts.ess(facts.drift)],
-        numbers(table, columns),
+        [
+            (charts.drift(facts.drift), numbers(table, gap | nats)),
+            (charts.ess(facts.drift), numbers(table, gap | shares)),
+        ],
         "r = log_probs − behavior_log_probs of sampled tokens of completed rows, by the gap between the "
         "version that log_probs are of and the row's oldest. KL(behavior || current): k1 = −r, k2 = r²/2, "
         "k3 = eʳ − 1 − r (Schulman 2020). ESS / n = (Σw)² / (n Σw²), w = eʳ of a token, or of a row's sum. "
@@ -143,28 +143,27 @@ def _drift(facts: Facts) -> Iterator[Section]:
 def _staleness(facts: Facts) -> Iterator[Section]:
     if facts.at is None or not len(facts.staleness):
         return
-    table = facts.staleness
-    if table["task"].n_unique() > 1:
-        table = pl.concat([facts.staleness_all, table])
     says = "Every row is as fresh as can be"
-    bitten = facts.staleness_all.filter(pl.col("share") < 1)
+    bitten = facts.staleness.filter(pl.col("share") < 1)
     if len(bitten):
         at = bitten.row(len(bitten) // 2, named=True)
         says = (
             f"max_staleness={at['max_staleness']} keeps {percent(at['share'])} of the rows: mean length "
             f"{tokens(at['kept_length'])} kept, {tokens(at['dropped_length'])} dropped"
         )
-    columns = _task(table) | {
+    wide, tasks = _by_task(facts.staleness_by_task, "max_staleness", "share")
+    table = facts.staleness.join(wide, on="max_staleness", how="left", maintain_order="left")
+    columns = {
         "max_staleness": ("max_staleness", number),
         "kept": ("share", percent),
+        **{task: (name, percent) for task, name in tasks.items()},
         "length kept": ("kept_length", tokens),
         "dropped": ("dropped_length", tokens),
     }
     yield Section(
         "What a staleness gate costs",
         says,
-        [charts.staleness(facts.staleness)],
-        numbers(table, columns),
+        [(charts.staleness(facts.staleness_by_task), numbers(table, columns))],
         "Completed rows with version gap ≤ max_staleness. Slow tasks and long responses go first: a task "
         "whose line is below the others is starved. Rows of an unknown version are never kept.",
     )
@@ -176,15 +175,26 @@ def _lengths(facts: Facts) -> Iterator[Section]:
     known = facts.lengths.filter(pl.col("version_id").is_not_null())
     cut = _sum(facts.length_histogram.filter(pl.col("ended") == "cut off")["rows"])
     says = f"{percent(cut / max(1, _sum(facts.lengths['rows'])))} of completed responses were cut off"
-    drawn = [charts.length_histogram(facts.length_histogram)]
     if len(known) > 1:
         says += (
             f"; mean length {tokens(known['mean'][0])} at version {known['version_id'][0]}, "
             f"{tokens(known['mean'][-1])} at version {known['version_id'][-1]}"
         )
-        drawn.append(charts.lengths(facts.lengths))
-    both = facts.lengths.join(
-        facts.outcomes.select("version_id", "completed", "truncated", "aborted"),
+    ends = facts.length_histogram.group_by("ended").agg(
+        rows=pl.col("rows").sum(),
+        shortest=pl.col("low").min(),
+        below=pl.col("high").max(),
+    )
+    ends = ends.with_columns(share=pl.col("rows") / pl.col("rows").sum()).sort("rows", descending=True)
+    ended = {
+        "ended": ("ended", _text),
+        "rows": ("rows", number),
+        "share": ("share", percent),
+        "from": ("shortest", tokens),
+        "below": ("below", tokens),
+    }
+    table = facts.lengths.join(
+        facts.outcomes.select("version_id", "truncated", "aborted"),
         on="version_id",
         how="left",
         nulls_equal=True,
@@ -204,8 +214,10 @@ def _lengths(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Lengths and ends",
         says,
-        drawn,
-        numbers(both, columns, last=True),
+        [
+            (charts.length_histogram(facts.length_histogram), numbers(ends, ended)),
+            (charts.lengths(facts.lengths), numbers(table, columns, last=True)),
+        ],
         "Response tokens (all tokens where the split is not known). Lengths are of completed rows, "
         "shares of all rows of the version. Cut off: finish_reason length, or terminated false.",
     )
@@ -223,8 +235,7 @@ def _padding(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Padding",
         f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best",
-        [charts.padding(facts.padding)],
-        numbers(facts.padding, columns),
+        [(charts.padding(facts.padding), numbers(facts.padding, columns))],
         "Padding / padded size over an epoch of completed rows, each batch as wide as its longest row. "
         "Packed batches have none.",
     )
@@ -257,8 +268,7 @@ def _groups(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Groups",
         f"{percent(share)} of {len(judged):,} groups have the same reward for all members",
-        [charts.groups(facts.groups)],
-        numbers(table, columns, last=True),
+        [(charts.groups(facts.groups), numbers(table, columns, last=True))],
         "Groups of two completed rows or more. No signal: the rewards differ by less than a billionth of the "
         "largest, so a group-relative advantage is 0. Version: of the group's oldest token.",
     )
@@ -287,7 +297,6 @@ def _sizes(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Bytes",
         f"{short(total)}B on disk, {number(total / tokens)} bytes a token",
-        [charts.sizes(table)],
-        numbers(table, columns),
+        [(charts.sizes(table), numbers(table, columns))],
         "Compressed bytes of the snapshot's Parquet files, by column, largest first.",
     )
