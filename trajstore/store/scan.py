@@ -20,6 +20,7 @@ from trajstore.selection import Limit, Step, Where
 from trajstore.store import files
 from trajstore.store.cache import CacheUse, ColumnCache
 from trajstore.store.datafile import DataFile, LogFile
+from trajstore.store.place import Place
 from trajstore.store.table import Table
 from trajstore.trajectory import Trajectory
 
@@ -101,6 +102,12 @@ class Scan:
         """Columns that the terminal verbs give."""
         names = self._columns or self._table.schema.names
         return pa.schema([self._table.schema.field(name) for name in names])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A recipe: another process opens the same snapshot and chooses the same rows. On an object store it
+        # holds the credentials that the store was opened with.
+        opened = (self._table.place, self._table.snapshot, self._steps, self._columns, self._only)
+        return _reopened, opened
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self._steps)
@@ -298,6 +305,16 @@ class Scan:
         if (position == np.arange(len(position))).all():
             return table
         return _take(table, position)
+
+
+def _reopened(
+    place: Place,
+    snapshot: int,
+    steps: Sequence[Step],
+    columns: Sequence[str] | None,
+    only: Sequence[LogFile] | None,
+) -> Scan:
+    return Scan(Table.open(place, snapshot), steps, columns, only=only)
 
 
 def _take(table: pa.Table, position: Int64s) -> pa.Table:
