@@ -32,7 +32,17 @@ Floats = NDArray[np.float64]
 Source = TrajectoryStore | Scan | TrajectoryBatch
 
 SCALARS = (
-    *("id", "group_id", "group_size", "length", "prompt_length", "response_length", "reward", "status"),
+    *(
+        "id",
+        "id_hash",
+        "group_id",
+        "group_size",
+        "length",
+        "prompt_length",
+        "response_length",
+        "reward",
+        "status",
+    ),
     *("finish_reason", "terminated", "version_known", "version_id", "oldest_version_id", "newest_version_id"),
     *("log_probs_version", "tokens_retokenized", "parent_id", "source", "writer_id", "writer_seq"),
 )

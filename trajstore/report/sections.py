@@ -154,7 +154,7 @@ def _staleness(facts: Facts) -> Iterator[Section]:
     wide, tasks = _by_task(facts.staleness_by_task, "max_staleness", "share")
     table = facts.staleness.join(wide, on="max_staleness", how="left", maintain_order="left")
     columns = {
-        "max_staleness": ("max_staleness", number),
+        "gap ≤": ("max_staleness", number),
         "kept": ("share", percent),
         **{task: (name, percent) for task, name in tasks.items()},
         "length kept": ("kept_length", tokens),
@@ -230,6 +230,7 @@ def _padding(facts: Facts) -> Iterator[Section]:
     columns = {
         "plan": ("plan", _text),
         "batches": ("batches", number),
+        "tokens": ("tokens", tokens),
         "padding": ("padding", percent),
     }
     yield Section(
