@@ -180,8 +180,10 @@ def paddings(frame: pl.DataFrame, batch_rows: int = BATCH_ROWS, buckets: int = B
         plan, batches, tokens (mean of a batch, without padding), padding (over padded size).
     """
     lengths = frame["length"].to_numpy()
-    if not len(lengths):
-        return pl.DataFrame(schema={"plan": pl.String, "batches": pl.Int64, "padding": pl.Float64})
+    if not lengths.sum():
+        return pl.DataFrame(
+            schema={"plan": pl.String, "batches": pl.Int64, "tokens": pl.Float64, "padding": pl.Float64}
+        )
     shuffled = seeded_keys(frame["id_hash"].to_numpy(), 0)
     in_order = np.argsort(lengths, kind="stable").argsort().astype(np.uint64)
     budget = max(int(lengths.max()), batch_rows * int(np.ceil(lengths.mean())))

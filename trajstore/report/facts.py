@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from urllib.parse import unquote
 
 import numpy as np
 import polars as pl
@@ -29,7 +30,7 @@ class Facts:
     """What a report shows, each table as `trajstore.query.metrics` makes it.
 
     Attributes:
-        store: where the rows are.
+        store: where the rows are, as a person writes it.
         snapshot, written: which state of them, and when it was committed.
         at: the policy version that gaps are counted from; None when no version is known.
         by: what a task is.
@@ -87,7 +88,7 @@ def gather(store: TrajectoryStore, *, at: PolicyVersion | int | None = None, by:
     tasked = _with_few_tasks(done)
     (state,) = [s for s in store.history() if s.snapshot == store.snapshot]
     return Facts(
-        store=store.uri,
+        store=unquote(store.uri.removeprefix("file://")),
         snapshot=state.snapshot,
         written=state.timestamp,
         at=rows.at,
