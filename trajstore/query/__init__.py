@@ -1,5 +1,6 @@
 """Owns asking: gates, samplers and SQL over a store or a scan; knows no tensors."""
 
+from trajstore.query.expressions import Traj
 from trajstore.query.sampling import informative_groups, max_times_sampled, stratified_sample
 from trajstore.query.sql import Connection, connect
 from trajstore.query.staleness import CONVENTIONS, Convention, fresh, mask_stale_tokens, trainable
@@ -14,6 +15,7 @@ __all__ = [
     "Fresh",
     "Gate",
     "Share",
+    "Traj",
     "connect",
     "fresh",
     "informative_groups",
