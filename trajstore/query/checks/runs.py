@@ -245,7 +245,7 @@ def incomplete_groups(survey: Survey) -> Iterator[Finding]:
         "note",
         "incomplete-group",
         _members(survey, short),
-        f"{{n}} in {len(short):,} groups that have fewer completed rows than group_size says",
+        f"{{n}} in {_counted(len(short), 'group')} with fewer completed rows than group_size says",
         "still in flight, aborted, or lost: read whole groups (whole_groups=True)",
     )
     over = of.filter(pl.col("rows") > pl.col("group_size"))
@@ -253,7 +253,7 @@ def incomplete_groups(survey: Survey) -> Iterator[Finding]:
         "warning",
         "oversized-group",
         _members(survey, over),
-        f"{{n}} in {len(over):,} groups that have more completed rows than group_size says",
+        f"{{n}} in {_counted(len(over), 'group')} with more completed rows than group_size says",
         "appended twice, or one group_id for several prompts: give writer_id and batch_no to append",
     )
 
@@ -266,7 +266,7 @@ def mixed_prompts(survey: Survey) -> Iterator[Finding]:
         "warning",
         "mixed-prompts",
         _members(survey, mixed),
-        f"{{n}} in {len(mixed):,} groups whose members have different prompts",
+        f"{{n}} in {_counted(len(mixed), 'group')} whose members have different prompts",
         "a group's mean is a baseline for one prompt: give each prompt its own group_id",
     )
 
