@@ -20,6 +20,9 @@ from trajstore.demo.policy import Policy, load, log_probs_of, newest
 from trajstore.demo.rollout import Generation
 from trajstore.demo.train import MAX_STALENESS
 from trajstore.errors import StoreExistsError, TrajstoreError
+from trajstore.query.doctor import doctor
+from trajstore.query.metrics import drift
+from trajstore.query.survey import survey
 from trajstore.store import TrajectoryStore
 from trajstore.trajectory import PartialTrajectory, PolicyVersion, Trajectory, TrajectoryStatus
 
@@ -136,6 +139,10 @@ def test_it_prints_the_tables_and_three_commands_that_work(demo: Demo) -> None:
         "input_ids",
         "Did it learn?",
         "Partial rollouts",
+        "ESS / n",
+        "stored log-probs under the newest weights",
+        "What should one know before training on it?",
+        "mixed-versions",
         f"max_staleness={MAX_STALENESS}",
     ):
         assert said in demo.printed
@@ -148,6 +155,32 @@ def test_it_prints_the_tables_and_three_commands_that_work(demo: Demo) -> None:
         assert str(demo.path) in arguments
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
+
+
+def test_stored_log_probs_are_those_of_the_newest_weights(demo: Demo) -> None:
+    policy = Policy()
+    load(policy, demo.weights, demo.current)
+    finished = [row for row in demo.rows if row.is_complete]
+    assert all(row.log_probs_version == demo.current for row in finished)
+    assert not any(row.log_probs for row in demo.rows if not row.is_complete)
+    for row in finished[::97]:
+        with torch.no_grad():
+            recomputed = log_probs_of(policy, torch.tensor([row.tokens]))[0]
+        torch.testing.assert_close(torch.tensor(row.log_probs), recomputed, rtol=0, atol=1e-4)
+
+
+def test_it_ends_with_findings_and_a_report_beside_the_store(demo: Demo) -> None:
+    report = demo.path.with_name("the store-report.html")
+    assert str(report) in demo.printed
+    assert "</html>" in report.read_text()
+    found = doctor(demo.store, at=demo.current, by="metadata.task")
+    assert found, "a real run has something to tell"
+    for finding in found:
+        assert finding.check in demo.printed
+    assert not [f for f in found if f.level == "error"]
+    at_zero = drift(survey(demo.store).finished).row(0, named=True)
+    assert at_zero["drift_gap"] == 0
+    assert at_zero["abs_log_ratio"] < 1e-3, "the engine and the trainer are the same code here"
 
 
 def test_a_store_that_exists_is_left_alone(tmp_path: Path) -> None:

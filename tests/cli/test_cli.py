@@ -360,6 +360,7 @@ def test_delete_wants_to_know_which_rows(run: Run, tmp_path: Path, arguments: li
 VERBS = [
     *("import", "info", "sql", "sample", "demo", "history", "tag"),
     *("fsck", "compact", "delete", "vacuum", "restore"),
+    *("doctor", "plan", "report"),
 ]
 
 

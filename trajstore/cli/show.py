@@ -6,12 +6,15 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from trajstore.errors import TrajstoreError
+
+if TYPE_CHECKING:
+    from trajstore.query.checks import Finding
 
 NO_WIDTH_LIMIT = 100_000
 CELL = 60
@@ -73,6 +76,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return value
+
+
+LEVEL_STYLES = {"error": "bold red", "warning": "yellow", "note": "blue"}
+SHOWN_IDS = 3
+
+
+def findings(found: Sequence[Finding], out: Console | None = None) -> None:
+    """Prints what the doctor found: a level, what it is, which rows, what to do."""
+    out = console() if out is None else out
+    if not found:
+        out.print("nothing found that a trainer should know")
+    for one in found:
+        style = LEVEL_STYLES[one.level]
+        ids = ", ".join(one.ids[:SHOWN_IDS]) + (", …" if one.rows > SHOWN_IDS else "")
+        out.print(
+            f"[{style}]{one.level}[/] {cell(one.what, cut=False)} [dim]\\[{one.check}][/]", highlight=False
+        )
+        out.print(f"  {cell(one.next, cut=False)}\n  [dim]rows {cell(ids, cut=False)}[/]", highlight=False)
 
 
 def error(problem: TrajstoreError) -> None:

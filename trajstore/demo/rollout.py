@@ -100,6 +100,7 @@ class Generation:
             "finish_reason": self.finish_reason or "abort",
             "terminated": self.finish_reason == "stop",
             "generation_time_ms": self.milliseconds,
+            "metadata": {"task": task.size_of(self.word)},
             "source": "trajstore demo",
         }
         if finished and self.parent is None:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trajstore.demo import rollout, show
 from trajstore.demo.policy import Policy
-from trajstore.demo.train import VERSIONS, Trainer, Update
+from trajstore.demo.train import VERSIONS, Trainer, Update, store_log_probs
 from trajstore.errors import TrajstoreError
 from trajstore.store import TrajectoryStore
 from trajstore.trajectory import PolicyVersion
@@ -72,7 +72,8 @@ def run_demo(store_path: Path, *, seed: int = 0, console: Console, weights: Path
         )
         with tempfile.TemporaryDirectory(prefix="trajstore-demo-") as temporary, _progress() as report:
             run = train(store, weights or Path(temporary), seed=seed, report=report)
-    show.everything(console, store, run.policy, run.version.version_id, run.updates, seed)
+        recomputed = store_log_probs(store, run.policy, run.version)
+    show.everything(console, store, run.version.version_id, run.updates, seed, recomputed)
 
 
 def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -> Run:

@@ -13,11 +13,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trajstore import plan
-from trajstore.demo.policy import Policy, log_probs_of
 from trajstore.demo.train import EPOCHS, MAX_STALENESS, Update
+from trajstore.errors import TrajstoreError
 from trajstore.loader import TrajectoryLoader
+from trajstore.plan import Recipe, plan
 from trajstore.query import Connection, connect, stratified_sample
+from trajstore.report import Facts, gather, page
 from trajstore.selection import seeded_keys
 from trajstore.store import Scan, TrajectoryStore
 
@@ -26,10 +27,7 @@ BUCKET_WINDOW = 8
 SAMPLED_OF_EACH_GAP = 8
 BAR = 32
 
-GAPS = """\
-select version_gap, count(*) as n, sum(length) as tokens, avg(reward) as reward
-from trajectories where status = 'completed'
-group by version_gap order by version_gap"""
+TASK = "metadata.task"
 
 PARTIALS = """\
 select count(*) filter (status = 'aborted') as aborted,
@@ -46,23 +44,29 @@ LEARNT = (
 def everything(
     console: Console,
     store: TrajectoryStore,
-    policy: Policy,
     current: int,
     updates: Sequence[Update],
     seed: int,
+    recomputed: int,
 ) -> None:
-    """Prints the tables of a run whose newest policy version is `current`."""
+    """Prints the tables of a run whose newest policy version is `current`, and writes its report."""
     finished = store.scan("status = 'completed'")
     with connect(store, current_version=current) as sql:
         _written(console, store, sql)
         _trained(console, updates)
+        _say(
+            console, f"Then it stored log-probs under the newest weights beside those of {recomputed:,} rows."
+        )
+        found = gather(store, at=current, by=TASK)
         facts = finished.columns(["id", "id_hash", "length", "oldest_version_id"]).to_polars()
         facts = facts.with_columns(gap=current - pl.col("oldest_version_id"))
-        _gaps(console, sql, _drift(finished, facts, policy))
+        _gaps(console, found)
         _padding(console, facts, seed)
         sample = _sample(console, finished, facts, current, seed)
         _batch(console, sample)
         _learnt(console, sql)
+    _doctor(console, found, store.path)
+    _report(console, found, store.path)
     _next(console, store.path, current)
 
 
@@ -89,36 +93,47 @@ def _trained(console: Console, updates: Sequence[Update]) -> None:
     _say(console, f"fresh(at=version, max_staleness={MAX_STALENESS}): {spread}.")
 
 
-def _drift(scan: Scan, facts: pl.DataFrame, policy: Policy) -> dict[int, float]:
-    """Mean |log-ratio| of the sampled tokens at each version gap: newest against behavior policy."""
-    gap_of = dict(facts.select("id", "gap").iter_rows())
-    ratios: Counter[int] = Counter()
-    tokens: Counter[int] = Counter()
-    with torch.no_grad():
-        for batch in TrajectoryLoader(scan, batch_size=2 * BATCH_ROWS, bucket_window=BUCKET_WINDOW):
-            log_ratio = log_probs_of(policy, batch["input_ids"]) - batch["behavior_log_probs"]
-            totals = (log_ratio.abs() * batch["loss_mask"]).sum(1).tolist()
-            counts = batch["loss_mask"].sum(1).tolist()
-            for id, total, count in zip(batch["ids"], totals, counts, strict=True):
-                ratios[gap_of[id]] += total
-                tokens[gap_of[id]] += count
-    return {gap: ratios[gap] / tokens[gap] for gap in tokens}
-
-
-def _gaps(console: Console, sql: Connection, drift: dict[int, float]) -> None:
+def _gaps(console: Console, facts: Facts) -> None:
     _head(console, "How old is the data, and how far off the newest policy?")
-    _code(console, GAPS)
-    rows = sql.sql(GAPS).to_pylist()
+    _code(console, "metrics.drift(survey(store.scan(\"status = 'completed'\")).frame)")
+    rewards = {row["gap"]: row["reward"] for row in facts.ages.to_dicts()}
     _table(
         console,
-        ("version gap", "rows", "tokens", "mean reward", "mean |log-ratio|"),
+        ("version gap", "rows", "tokens", "mean reward", "mean |log-ratio|", "KL (k3)", "ESS / n"),
         (
-            (gap, row["n"], row["tokens"], f"{row['reward']:.3f}", f"{drift[gap]:.3f}")
-            for row in rows
-            for gap in [row["version_gap"]]
+            (
+                *(row["drift_gap"], row["rows"], row["tokens"], f"{rewards[row['drift_gap']]:.3f}"),
+                *(f"{row['abs_log_ratio']:.3f}", f"{row['k3']:.3f}", f"{row['ess_tokens']:.2f}"),
+            )
+            for row in facts.drift.to_dicts()
         ),
     )
-    _say(console, "|log-ratio|: log-probs under the newest weights against the stored behavior log-probs.")
+    _say(
+        console,
+        "log-ratio: log-probs under the newest weights less the behavior log-probs, of sampled tokens.",
+    )
+
+
+def _doctor(console: Console, facts: Facts, path: Path) -> None:
+    _head(console, "What should one know before training on it?")
+    _code(console, f"trajstore doctor {shlex.quote(str(path))} --by {TASK}")
+    _table(
+        console,
+        ("level", "check", "what"),
+        ((finding.level, finding.check, finding.what) for finding in facts.findings),
+    )
+
+
+def _report(console: Console, facts: Facts, path: Path) -> None:
+    """Writes the report beside the store; a missing plotting library is told, and no failure."""
+    out = path.with_name(f"{path.name}-report.html")
+    _head(console, "All of it as one page, to open in a browser")
+    try:
+        out.write_text(page(facts))
+    except TrajstoreError as error:
+        _say(console, f"No report: {error.message}; {error.hint}")
+    else:
+        _code(console, str(out))
 
 
 def _padding(console: Console, facts: pl.DataFrame, seed: int) -> None:
@@ -126,19 +141,16 @@ def _padding(console: Console, facts: pl.DataFrame, seed: int) -> None:
     lengths = facts["length"].cast(pl.Int64).to_numpy()
     keys = seeded_keys(facts["id_hash"].to_numpy(), seed)
     plans = {
-        "order of arrival": plan.batches(lengths, BATCH_ROWS),
-        "shuffled": plan.batches(lengths, BATCH_ROWS, keys=keys),
-        f"shuffled, length buckets in windows of {BUCKET_WINDOW} batches": plan.batches(
-            lengths, BATCH_ROWS, keys=keys, bucket_window=BUCKET_WINDOW
+        "order of arrival": plan(lengths, Recipe(BATCH_ROWS)),
+        "shuffled": plan(lengths, Recipe(BATCH_ROWS), keys=keys),
+        f"shuffled, length buckets in windows of {BUCKET_WINDOW} batches": plan(
+            lengths, Recipe(BATCH_ROWS, bucket_window=BUCKET_WINDOW), keys=keys
         ),
     }
     _table(
         console,
         ("order", "batches", "padding ratio"),
-        (
-            (name, len(batches), f"{plan.padding_ratio(lengths, batches):.1%}")
-            for name, batches in plans.items()
-        ),
+        ((name, len(batches), f"{batches.padding_ratio(lengths):.1%}") for name, batches in plans.items()),
     )
 
 
@@ -189,7 +201,7 @@ def commands(path: Path, current: int) -> list[str]:
     """What to try next, as one types it in a shell."""
     where = shlex.quote(str(path))
     return [
-        f"trajstore info {where}",
+        f"trajstore plan {where} --max-staleness 4 --by {TASK}",
         f'trajstore sql {where} "{LEARNT}"',
         f"trajstore sample {where} -n 8 --by version_gap --at {current}",
     ]

@@ -25,6 +25,11 @@ def draw_word(random: random.Random, longest: int = LONGEST_WORD) -> str:
     return "".join(random.choices(_CHARACTERS[2:], k=min(length, longest)))
 
 
+def size_of(word: str) -> str:
+    """What kind of task a word is: long ones take longer to write, so their rollouts are staler."""
+    return "short words" if len(word) < 7 else "long words" if len(word) < 16 else "very long words"
+
+
 def prompt_of(word: str) -> str:
     """The prompt that asks for a word backwards."""
     return f"reverse:{word}="

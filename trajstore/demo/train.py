@@ -165,3 +165,23 @@ class Trainer:
     def _stamp(self, version_id: int) -> PolicyVersion:
         self.version = PolicyVersion(version_id, time.time(), self.steps)
         return self.version
+
+
+def store_log_probs(store: TrajectoryStore, policy: Policy, version: PolicyVersion) -> int:
+    """Recomputes log-probs of finished rows under these weights, and stores them beside the behavior ones.
+
+    Returns:
+        Number of rows.
+    """
+    ids: list[str] = []
+    log_probs: list[list[float]] = []
+    finished = store.scan("status = 'completed'")
+    with torch.no_grad():
+        for batch in TrajectoryLoader(finished, batch_size=2 * BATCH_ROWS, bucket_window=8):
+            lengths = batch["attention_mask"].sum(1).tolist()
+            rows = log_probs_of(policy, batch["input_ids"]).tolist()
+            ids += batch["ids"]
+            log_probs += [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    versions = [version.version_id] * len(ids)
+    store.maintenance.update(ids, {"log_probs": log_probs, "log_probs_version": versions})
+    return len(ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 
 from trajstore import plan as planning
 from trajstore.errors import CorruptFileError, QueryError
+from trajstore.plan import Recipe
 from trajstore.query.views import define, locked
 from trajstore.store import Scan, TrajectoryStore
 from trajstore.trajectory import PolicyVersion, version_number
 
 VIEWS = ("trajectories", "tokens", "segments", "groups", "batches")
 
-Plan = Sequence[NDArray[np.int64]]
+Plan = Iterable[NDArray[np.int64]]
 
 
 class Connection:
@@ -223,8 +224,8 @@ class Rows:
                 plans = self._plans
                 if plans is None:
                     plans = {
-                        "row order": planning.batches(lengths, 256),
-                        "bucketed": planning.batches(lengths, 256, bucket_window=64),
+                        "row order": planning.plan(lengths, Recipe(batch_size=256)),
+                        "bucketed": planning.plan(lengths, Recipe(batch_size=256, bucket_window=64)),
                     }
                 rows = [row for name, plan in plans.items() for row in _padding(name, plan, lengths)]
                 self._padding = pa.Table.from_pylist(rows, _PADDING)

@@ -140,7 +140,7 @@ class Frame:
     @cached_property
     def row(self) -> Int64s:
         """Position of each row in its file, [N]."""
-        counts = [file.rows for file in self.files]
+        counts = np.array([file.rows for file in self.files], np.int64)
         starts = np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
         return (np.arange(len(self)) - starts)[self._order]
 

@@ -1,0 +1,191 @@
+"""Owns the shell verbs that judge a store: doctor, plan and report; computes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trajstore.cli import show
+from trajstore.cli.maintain import reference
+from trajstore.store import TrajectoryStore
+
+if TYPE_CHECKING:
+    from trajstore.query.planner import Forecast
+
+FAILED = 1
+
+
+class Layout(StrEnum):
+    """How a batch is laid out."""
+
+    padded = "padded"
+    packed = "packed"
+    prompt_response = "prompt_response"
+
+
+app = typer.Typer()
+
+Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store, or s3://bucket/prefix.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+AtSnapshot = Annotated[
+    str | None,
+    typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot, or tag."),
+]
+Version = Annotated[
+    int | None,
+    typer.Option("--at", metavar="V", help="Current policy version; the newest in the store if not given."),
+]
+By = Annotated[str, typer.Option("--by", metavar="COLUMN", help="What a task is: a column, or metadata.KEY.")]
+
+
+def _open(store: str, snapshot: str | None) -> TrajectoryStore:
+    opened = TrajectoryStore.open(store)
+    return opened if snapshot is None else opened.at(reference(snapshot))
+
+
+@app.command(epilog="Example: trajstore doctor air")
+def doctor(
+    store: Store,
+    at: Version = None,
+    by: By = "source",
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 on a warning, too.")] = False,
+    snapshot: AtSnapshot = None,
+    json: Json = False,
+) -> None:
+    """Say what is wrong with the rows before one trains on them. Exits 1 on an error."""
+    from trajstore.query.doctor import doctor as examine
+
+    found = examine(_open(store, snapshot), at=at, by=by)
+    if json:
+        show.as_json([vars(f) for f in found])
+    else:
+        show.findings(found)
+    serious = ("error", "warning") if strict else ("error",)
+    if any(f.level in serious for f in found):
+        raise typer.Exit(FAILED)
+
+
+@app.command(epilog="Example: trajstore plan air --max-staleness 4 --group 8 --max-tokens 16384 --buckets 3")
+def plan(
+    store: Store,
+    max_staleness: Annotated[
+        list[int] | None,
+        typer.Option("--max-staleness", metavar="K", help="Only rows at most K versions behind."),
+    ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            "--group", metavar="G", help="Only whole groups of G completed rows or more, none stale."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        list[int] | None, typer.Option("--max-tokens", metavar="T", help="Token positions of a batch.")
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option("--batch-size", metavar="B", help="Rows of a batch; 32 if no --max-tokens is given."),
+    ] = None,
+    buckets: Annotated[
+        list[int] | None,
+        typer.Option("--buckets", metavar="W", help="Sort by length in windows of W batches."),
+    ] = None,
+    layout: Annotated[Layout, typer.Option("--layout", help="What --max-tokens counts.")] = Layout.padded,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="R", help="Ranks; each has a batch a step.")] = 1,
+    log_probs: Annotated[
+        bool, typer.Option("--log-probs", help="Read log-probs too, for the ESS of importance ratios.")
+    ] = False,
+    at: Version = None,
+    by: By = "source",
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Chooses the shuffle.")] = 0,
+    snapshot: AtSnapshot = None,
+    json: Json = False,
+) -> None:
+    """Say what gates would drop and what batches would be like, from lengths and versions alone.
+
+    Options that may be given several times are compared: one line for each combination.
+    """
+    from trajstore.plan import Recipe
+    from trajstore.query.planner import BATCH_ROWS, forecast
+    from trajstore.query.survey import facts, survey
+
+    stalenesses: list[int | None] = [*max_staleness] if max_staleness else [None]
+    windows: list[int | None] = [*buckets] if buckets else [None]
+    sizes: list[tuple[int | None, int | None]] = [(None, n) for n in max_tokens or ()]
+    sizes += [(n, None) for n in batch_size or ()]
+    rows = (survey if log_probs else facts)(_open(store, snapshot), at=at, by=by)
+    made = []
+    for staleness, (count, budget), window in itertools.product(
+        stalenesses, sizes or [(BATCH_ROWS, None)], windows
+    ):
+        recipe = Recipe(count, budget, layout.value, window, world_size=ranks)
+        asked = {"max_staleness": staleness, "batch_size": count, "max_tokens": budget, "buckets": window}
+        made.append((asked, forecast(rows, recipe, max_staleness=staleness, group=group, seed=seed)))
+    if json:
+        show.as_json(
+            [{**asked, **vars(f), "by_task": f.by_task.to_dicts(), "starved": f.starved} for asked, f in made]
+        )
+        return
+    show.table([_line(asked, f) for asked, f in made])
+    reasons = {reason for _, f in made for reason in f.dropped}
+    if reasons:
+        show.table(
+            [line for asked, f in made for line in _lost(asked, f, reasons)], title=f"dropped, by {by}"
+        )
+    for asked, f in made:
+        for task in f.starved:
+            name = show.cell("unknown" if task is None else task, cut=False)
+            show.console().print(
+                f"[yellow]warning[/] max_staleness {asked['max_staleness']}: nothing is left of {name}"
+            )
+
+
+def _line(asked: Mapping[str, Any], f: Forecast) -> dict[str, Any]:
+    line = {name: value for name, value in asked.items() if value is not None}
+    line |= {
+        "kept": f"{f.kept:,} of {f.rows:,}",
+        "batches": f"{f.batches:,}",
+        "rows/batch": f"{f.rows_per_batch:,.1f}",
+        "tokens/batch": f"{f.tokens_per_batch:,.0f} ({f.fewest_tokens:,} to {f.most_tokens:,})",
+        "padding": f"{f.padding:.1%}",
+        "ESS freshness": _share(f.ess_freshness),
+    }
+    if f.ess_tokens == f.ess_tokens:
+        line |= {"ESS tokens": _share(f.ess_tokens), "ESS rows": _share(f.ess_rows)}
+    return line
+
+
+def _lost(asked: Mapping[str, Any], f: Forecast, reasons: Iterable[str]) -> Iterator[dict[str, Any]]:
+    names = {"rows", "kept", *reasons}
+    for task in f.by_task.to_dicts():
+        line: dict[str, Any] = {"max_staleness": asked["max_staleness"], "task": task["task"]}
+        line |= {name: value for name, value in task.items() if name in names}
+        line["kept %"] = f"{task['kept'] / task['rows']:.1%}"
+        for name, title in (("kept_length", "mean length kept"), ("dropped_length", "dropped")):
+            line[title] = None if task[name] is None else round(task[name], 1)
+        yield line
+
+
+def _share(value: float) -> str | None:
+    return f"{value:.2f}" if value == value else None
+
+
+@app.command(epilog="Example: trajstore report air -o report.html")
+def report(
+    store: Store,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="File to write.")] = Path(
+        "report.html"
+    ),
+    at: Version = None,
+    by: By = "source",
+    snapshot: AtSnapshot = None,
+) -> None:
+    """Write one page with the plots and numbers of a store; it needs no network."""
+    from trajstore.report import gather, page
+
+    out.write_text(page(gather(_open(store, snapshot), at=at, by=by)))
+    show.console().print(f"wrote {out} ({show.size(out.stat().st_size)})", markup=False)
