@@ -28,7 +28,7 @@ def test_L03_null_rows_hide_nothing_and_differ_from_empty_ones(tmp_path: Path) -
     column = Ragged.from_arrow(hiding)
     assert column.length.tolist() == [2, -1, 2]
     assert column.row(1) is None
-    lists = Lists(["a", "b", "c"], column.length, np.arange(3), {"ids": column})
+    lists = Lists(["a", "b", "c"], column.length.clip(0), np.arange(3), {"ids": column})
     assert padded(lists).arrays["ids"].tolist() == [[1, 2], [0, 0], [3, 4]]
     assert packed(lists).arrays["ids"].tolist() == [1, 2, 3, 4]
     store = TrajectoryStore.create(tmp_path / "s")

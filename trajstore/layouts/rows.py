@@ -227,8 +227,8 @@ class Lists:
         if not len(self.prompt_lengths):
             object.__setattr__(self, "prompt_lengths", np.full(len(self.lengths), -1, np.int64))
         if self.aligned is None:
-            aligned = (n for n, column in self.columns.items() if (column.length == self.lengths).all())
-            object.__setattr__(self, "aligned", frozenset(aligned))
+            same = (n for n, column in self.columns.items() if (column.length.clip(0) == self.lengths).all())
+            object.__setattr__(self, "aligned", frozenset(same))
 
     def __len__(self) -> int:
         return len(self.lengths)
