@@ -239,6 +239,8 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "slice"): slice,
     ("builtins", "bytearray"): _Call(_bytes),
+    ("builtins", "bytes"): _Call(_bytes),
+    ("__builtin__", "bytes"): _Call(_bytes),
     ("_codecs", "encode"): _Call(_bytes),
     ("numpy", "ndarray"): Opaque,
     ("numpy", "dtype"): _DType,

@@ -34,7 +34,9 @@ NOT_KNOWN = math.nan
 MAX_ARRAY = 1 << 16
 """Numbers of one array that are kept in metadata; of a larger one (router choices, pixels) its shape is."""
 
-_MAX_VALUES = 1 << 22
+_MAX_VALUES = 1 << 20
+_LEAVES = frozenset({type(None), bool, str, int, float})
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 _UNIQUE = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-|[0-9a-fA-F]{32}")
 _MISSHAPEN = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 
@@ -267,36 +269,34 @@ def plain(value: Any) -> Any:
     """A value of a dump as JSON can hold it: arrays become lists, bytes base64.
 
     Raises:
-        ValueError: it unfolds to more than four million values: it repeats or holds itself.
+        ValueError: it unfolds to more than a million values: it repeats or holds itself.
     """
     left = [_MAX_VALUES]
 
     def walk(value: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise ValueError("its metadata unfolds to more than four million values")
-        match value:
-            case None | bool() | str() | int() | float():
-                return value
-            case np.ndarray():
-                if value.dtype != object:
-                    big = value.size > MAX_ARRAY
-                    return (
-                        {"left_out": {"dtype": str(value.dtype), "shape": list(value.shape)}}
-                        if big
-                        else value.tolist()
-                    )
-                return [walk(one) for one in value.tolist()]
-            case np.generic():
-                return value.item()
-            case Mapping():
+        kind = type(value)
+        if kind in _LEAVES:
+            return value
+        if kind in _CONTAINERS:
+            left[0] -= len(value)
+            if left[0] < 0:
+                raise ValueError(f"its metadata unfolds to more than {_MAX_VALUES:,} values")
+            if kind is dict:
                 return {str(key): walk(one) for key, one in value.items()}
-            case list() | tuple() | set() | frozenset():
-                return [walk(one) for one in value]
-            case bytes():
-                return {"base64": base64.b64encode(value).decode()}
-            case _:
-                return {"left_out": type(value).__name__}
+            return [walk(one) for one in value]
+        if isinstance(value, np.ndarray):
+            if value.dtype == object:
+                return walk(value.tolist())
+            if value.size > MAX_ARRAY:
+                return {"left_out": {"dtype": str(value.dtype), "shape": list(value.shape)}}
+            return value.tolist()
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, list):  # rows of a jagged tensor
+            return walk(list(value))
+        if isinstance(value, bytes):
+            return {"base64": base64.b64encode(value).decode()}
+        return {"left_out": kind.__name__}
 
     try:
         return walk(value)
