@@ -1,113 +1,361 @@
-"""Owns importer → store: one file becomes one commit, or nothing; must not know any file format."""
+"""Owns importer → store: each file becomes one commit, a large one several; must not know any file format.
+
+Commits are idempotent: a file is a writer of its own, named by the digest of its content and of what was
+asked, and its batches are numbered. So an import that was stopped is continued by the same call: what is in
+is read and passed over.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
+from trajstore import importers
 from trajstore.errors import ImportFormatError, StoreExistsError, ValidationError
-from trajstore.importers import ImportOptions, detect, open_importer
+from trajstore.importers import Fault, Imported, ImportOptions, NotRecognisedError, SourceFile
+from trajstore.importers.rows import plain
 from trajstore.importers.tokenizer import load_tokenizer
 from trajstore.store import Commit, Place, TrajectoryStore
 from trajstore.store.append import OnError
+from trajstore.store.side import Refused, quarantine
 from trajstore.trajectory import Trajectory
 
 AUTO = "auto"
+OnBadRecord = Literal["stop", "skip", "quarantine"]
+
+COMMIT_ROWS = 1 << 16
+COMMIT_TOKENS = 1 << 27
+_APPENDED: dict[OnBadRecord, OnError] = {"stop": "raise", "skip": "skip", "quarantine": "quarantine"}
 
 
 @dataclass
 class Progress:
-    """How far an import has come; `total_bytes` is the size of the file."""
+    """How far an import has come; `total_bytes` is the size of all its files."""
 
     total_bytes: int
     bytes_read: int = 0
     rows: int = 0
     tokens: int = 0
+    files: int = 0
 
 
 @dataclass(frozen=True)
+class FileReport:
+    """What became of one file.
+
+    Attributes:
+        name: as in messages and ids.
+        format: the format it was read as.
+        why: how that was decided.
+        rows: rows added.
+        batches: commits it took, those of an earlier, stopped import included.
+        already_in: whether all of it was in the store before.
+    """
+
+    name: str
+    format: str
+    why: str
+    rows: int
+    batches: int
+    already_in: bool
+
+
+@dataclass
 class ImportReport:
     """What an import did.
 
     Attributes:
-        format: the format it read.
-        why: how that was decided.
-        commit: what the store says of the commit.
+        commit: the commits of all files as one: the newest snapshot, rows and bytes added.
         tokens: tokens read.
-        refused: where each quarantined row stands in the file, and why it was refused.
+        refused: where each bad record stands, and why it was refused.
         created: whether the import made the store.
+        files: each file that was read.
+        left_out: files of a folder that were not, with the reason.
     """
 
-    format: str
-    why: str
     commit: Commit
-    tokens: int
-    refused: list[tuple[str, str]]
-    created: bool
+    tokens: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    created: bool = False
+    files: list[FileReport] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def format(self) -> str:
+        """The formats that were read, each once."""
+        return ", ".join(dict.fromkeys(file.format for file in self.files))
+
+    @property
+    def why(self) -> str:
+        """How the format was decided; of several, the first."""
+        return self.files[0].why if self.files else "nothing was read"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one import was asked for, and what it has gathered."""
+
+    place: Place
+    options: ImportOptions
+    on_error: OnBadRecord
+    nulls: bool
+    mark: str
+    progress: Progress
+    report: Callable[[Progress], None]
 
 
 def ingest(
-    source: Path,
+    source: str | Path,
     store: str | Path,
     *,
     format: str = AUTO,
     tokenizer: Path | None = None,
-    on_error: OnError = "raise",
+    on_error: OnBadRecord = "stop",
     nulls: bool = False,
+    derive_groups: bool = True,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> ImportReport:
-    """Imports one file as one commit; the store is made when there is none.
+    """Imports a file, a folder, a glob or stdin ("-"); the store is made when there is none.
 
-    When it fails, it leaves behind neither a new store nor a changed one.
+    A file is one commit, or nothing when it fails; beyond 65,536 rows or 134 million tokens it is several.
+    The same file again, asked for in the same way, adds nothing.
 
     Args:
-        source: the file.
+        source: what to read; gzip and zstd files are unpacked on the way.
         store: folder of the store, or its s3:// URI.
-        format: a name of `trajstore.importers.FORMATS`, or "auto" to look at the first record.
+        format: a name of `trajstore.importers.FORMATS`, or "auto" to look at each file's beginning.
         tokenizer: a tokenizer.json or .tiktoken file for formats that hold text only.
-        on_error: "quarantine" puts rows that break the contract aside and commits the others.
+        on_error: at a bad record "stop", "skip" it, or put it into the store's "quarantine"; all three name
+            it, its place and the reason.
         nulls: accept null in a list of log-probs (or other floats) as NaN.
+        derive_groups: rows of one file with the same prompt are a group where the format names none.
         report: called after every row.
 
     Raises:
-        ImportFormatError: the file is not what its format says; names the file and the line.
+        ImportFormatError: a file is not what its format says; names the file and the record.
         StoreExistsError: there is something at `store` that is not a store.
         FormatVersionError: the store was written by a newer trajstore.
     """
-    read = None if format == AUTO else open_importer(format)
+    if format != AUTO:
+        importers.open_importer(format)
     place = Place.of(store)
     target = TrajectoryStore.open(place) if place.is_table() else None
     if target is None and not place.is_free():
         raise StoreExistsError(f"{store} exists and is not a store", hint="choose another path")
-    why = "as asked"
-    if read is None:
-        format, why = detect(source)
-        read = open_importer(format)
-    options = ImportOptions(None if tokenizer is None else load_tokenizer(tokenizer))
-    places: list[str] = []
-    progress = Progress(source.stat().st_size)
+    read_by = None if tokenizer is None else load_tokenizer(tokenizer)
+    made_from = None if tokenizer is None or tokenizer.is_dir() else importers.digest(tokenizer)
+    options = ImportOptions(read_by, derive_groups=derive_groups)
+    mark = json.dumps([format, made_from or str(tokenizer), nulls, derive_groups])
+    done = ImportReport(Commit(0, 0, 0, True, (), {}), created=target is None)
+    with importers.sources(source) as files:
+        beside = importers.beside(files) if len(files) > 1 else {}
+        chosen = [file for file in files if file.path not in beside]
+        done.left_out += [(file.name, beside[file.path]) for file in files if file.path in beside]
+        progress = Progress(sum(file.path.stat().st_size for file in chosen))
+        asked = _Asked(place, options, on_error, nulls, mark, progress, report)
+        seen: dict[str, int] = {}
+        for file in chosen:
+            try:
+                name, why = (format, "as asked") if format != AUTO else importers.detect(file.path)
+            except NotRecognisedError as error:
+                if len(files) == 1:
+                    raise
+                done.left_out.append((file.name, error.message.removeprefix(f"{file.path}: ")))
+                continue
+            except ImportFormatError as error:
+                _refuse(done, str(file.path), error, on_error)
+                continue
+            target = _import(file, name, why, target, asked, done, seen)
+            progress.files += 1
+    if not done.files and not done.refused:
+        reasons = "; ".join(f"{name}: {why}" for name, why in done.left_out[:3])
+        raise ImportFormatError(f"{source}: no file in it can be imported: {reasons}", hint="name --format")
+    done.created = done.created and target is not None
+    if target is not None:
+        done.commit = _with(done.commit, snapshot=target.snapshot)
+    done.tokens = progress.tokens
+    return done
 
-    def rows() -> Iterator[Trajectory]:
-        for item in read(source, options):
-            places.append(item.where)
+
+def _refuse(done: ImportReport, where: str, error: ImportFormatError, on_error: OnBadRecord) -> None:
+    if on_error == "stop":
+        raise error
+    done.refused.append((where, error.message.removeprefix(f"{where}: ")))
+
+
+def _import(
+    file: SourceFile,
+    format: str,
+    why: str,
+    store: TrajectoryStore | None,
+    asked: _Asked,
+    done: ImportReport,
+    seen: dict[str, int],
+) -> TrajectoryStore | None:
+    """One file, batch by batch; gives the store, which the first batch may have made."""
+    content = "+".join(importers.digest(path) for path in (file.path, *importers.joined(file.path)))
+    seen[content] = seen.get(content, -1) + 1  # a second file with the same bytes is another file
+    key = json.dumps([content, seen[content], asked.mark])
+    writer = f"import-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    faults: list[Fault] = []
+    options = ImportOptions(
+        asked.options.tokenizer,
+        namespace=f"{file.name}@{content[:8]}" + (f"-{seen[content]}" if seen[content] else ""),
+        derive_groups=asked.options.derive_groups,
+        on_fault=None if asked.on_error == "stop" else faults.append,
+    )
+    before = done.commit.rows
+    items = _guarded(importers.open_importer(format)(file.path, options), file.path, options)
+    batch_no, all_in, base = 0, True, asked.progress.bytes_read
+    while (batch := _Batch(items, asked, base, file.path.stat().st_size)).more:
+        try:
+            store, commit = _append(store, batch, writer, batch_no, asked)
+        except ImportFormatError as error:
+            raise _told_of_batches(error, done.commit.rows - before, batch_no) from error
+        all_in &= commit.already_in
+        done.refused += [(batch.places[row.row], row.reason) for row in commit.refused]
+        done.commit = _summed(done.commit, commit)
+        _set_aside(faults, done, asked, writer, batch_no, store)
+        batch_no += 1
+    _set_aside(faults, done, asked, writer, batch_no, store)
+    asked.progress.bytes_read = base + file.path.stat().st_size
+    rows = done.commit.rows - before
+    done.files.append(FileReport(file.name, format, why, rows, batch_no, all_in and batch_no > 0))
+    return store
+
+
+def _guarded(items: Iterator[Imported], path: Path, options: ImportOptions) -> Iterator[Imported]:
+    """The same, but a file that breaks off is a fault of its own: what came before it stays."""
+    try:
+        yield from items
+    except ImportFormatError as error:
+        options.fault(str(path), error)
+
+
+class _Batch:
+    """The next rows of a file, as many as one commit takes.
+
+    Attributes:
+        more: whether there is a first one.
+        places: where each row given out so far stands in the file.
+    """
+
+    def __init__(self, items: Iterator[Imported], asked: _Asked, base: int, size: int) -> None:
+        self.places: list[str] = []
+        self.more = True
+        self._asked = asked
+        self._base, self._size = base, size
+        try:
+            self._items = chain([next(items)], items)
+        except StopIteration:
+            self.more = False
+            self._items = chain(())
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        tokens, progress = 0, self._asked.progress
+        if not self.more:
+            return
+        for item in self._items:
+            self.places.append(item.where)
+            length = item.trajectory.total_length
+            tokens += length
             progress.rows += 1
-            progress.tokens += item.trajectory.total_length
-            progress.bytes_read = item.bytes_read
-            report(progress)
+            progress.tokens += length
+            progress.bytes_read = self._base + min(item.bytes_read, self._size)
+            self._asked.report(progress)
             yield item.trajectory
+            if len(self.places) == COMMIT_ROWS or tokens >= COMMIT_TOKENS:
+                return
+
+
+def _append(
+    store: TrajectoryStore | None, batch: _Batch, writer: str, batch_no: int, asked: _Asked
+) -> tuple[TrajectoryStore, Commit]:
+    rows = iter(batch)
 
     def append(to: TrajectoryStore) -> Commit:
-        try:
-            return to.append(rows(), on_error=on_error, nulls="nan" if nulls else "error")
-        except ValidationError as error:
-            raise _placed(error, places) from error
+        commit = to.append(
+            rows,
+            writer_id=writer,
+            batch_no=batch_no,
+            on_error=_APPENDED[asked.on_error],
+            nulls="nan" if asked.nulls else "error",
+        )
+        for _ in rows:  # of a batch that is in already, nothing was read
+            pass
+        return commit
 
-    commit = append(target) if target is not None else _created(place, append)
-    refused = [(places[r.row], r.reason) for r in commit.refused]
-    return ImportReport(format, why, commit, progress.tokens, refused, created=target is None)
+    try:
+        if store is not None:
+            return store, append(store)
+        commit = _created(asked.place, append)
+    except ValidationError as error:
+        raise _placed(error, batch.places) from error
+    return TrajectoryStore.open(asked.place), commit
+
+
+def _set_aside(
+    faults: list[Fault],
+    done: ImportReport,
+    asked: _Asked,
+    writer: str,
+    batch_no: int,
+    store: TrajectoryStore | None,
+) -> None:
+    """Counts the records that could not be read, and quarantines them when asked to and there is a store."""
+    done.refused += [(fault.where, fault.reason) for fault in faults]
+    if faults and asked.on_error == "quarantine" and store is not None:
+        refused = [
+            Refused(
+                row=number,
+                id=fault.where,
+                error=ImportFormatError.__name__,
+                column=None,
+                reason=fault.reason,
+                trajectory=_as_json(fault.data),
+            )
+            for number, fault in enumerate(faults)
+        ]
+        quarantine(asked.place, refused, f"{writer}/unread", batch_no)
+    faults.clear()
+
+
+def _as_json(data: Any) -> str:
+    try:
+        return json.dumps(plain(data))
+    except ValueError as error:  # it holds itself, or unfolds without end
+        return json.dumps({"left_out": str(error)})
+
+
+def _with(commit: Commit, *, snapshot: int) -> Commit:
+    return Commit(snapshot, commit.rows, commit.bytes, commit.already_in, commit.refused, commit.not_finite)
+
+
+def _summed(total: Commit, one: Commit) -> Commit:
+    names = [*total.not_finite, *one.not_finite]
+    return Commit(
+        snapshot=one.snapshot,
+        rows=total.rows + one.rows,
+        bytes=total.bytes + one.bytes,
+        already_in=total.already_in and one.already_in,
+        refused=total.refused + one.refused,
+        not_finite={name: total.not_finite.get(name, 0) + one.not_finite.get(name, 0) for name in names},
+    )
+
+
+def _told_of_batches(error: ImportFormatError, rows: int, batches: int) -> ImportFormatError:
+    if not batches:
+        return error
+    hint = f"{error.hint}; " if error.hint else ""
+    went_in = f"the {batches} batches before it are in ({rows:,} rows now)"
+    return ImportFormatError(error.message, hint=f"{hint}{went_in}; --on-error skip goes on behind it")
 
 
 def _placed(error: ValidationError, places: list[str]) -> ImportFormatError:

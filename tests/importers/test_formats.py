@@ -18,7 +18,7 @@ TALK = [{"role": "user", "content": "hi"}]
 
 
 def test_names() -> None:
-    assert sorted(FORMATS) == ["messages", "trajstore-jsonl"]
+    assert {"messages", "trajstore-jsonl", "verl-dataproto", "slime", "atif"} <= set(FORMATS)
     assert open_importer("messages") is messages.read
     assert open_importer("trajstore-jsonl") is trajstore_jsonl.read
 
@@ -26,7 +26,7 @@ def test_names() -> None:
 def test_unknown_format() -> None:
     with pytest.raises(ImportFormatError) as caught:
         open_importer("x")
-    assert caught.value.message == "unknown format 'x'; known: auto, messages, trajstore-jsonl"
+    assert caught.value.message.startswith("unknown format 'x'; known: auto, agent-steps, areal")
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_auto_reads_each_file_by_its_own_first_record(lines: Lines) -> None:
 @pytest.mark.parametrize(
     ("record", "found"),
     [
-        ({"input": "a", "output": "b"}, "found keys 'input', 'output';"),
-        ({"id": "a", "scor": 1}, "found keys 'id', 'scor' (of which 'scor' is no field of Trajectory);"),
-        ({"messages": TALK, "tokens": [1], "x": 1}, "(of which 'x' is no field of Trajectory);"),
-        ({f"k{i}": i for i in range(10)}, "'k7' and 2 more;"),
-        ({}, "found an object without keys;"),
-        ("text", "found text 'text';"),
+        ({"inputs": "a", "outputs": "b"}, "found keys 'inputs', 'outputs'"),
+        ({"id": "a", "scor": 1}, "found keys 'id', 'scor' (of which 'scor' is no field of Trajectory)"),
+        ({"messages": TALK, "tokens": [1], "x": 1}, "(of which 'x' is no field of Trajectory)"),
+        ({f"k{i}": i for i in range(10)}, "'k7' and 2 more"),
+        ({}, "found an object without keys"),
+        ("text", "found text 'text'"),
     ],
 )
 def test_what_is_not_recognised_is_told(lines: Lines, record: Any, found: str) -> None:
@@ -83,8 +83,7 @@ def test_what_is_not_recognised_is_told(lines: Lines, record: Any, found: str) -
         detect(path)
     assert caught.value.message.startswith(f"{path}:1: format not recognised: ")
     assert found in caught.value.message
-    assert caught.value.message.endswith("known formats: messages, trajstore-jsonl")
-    assert caught.value.hint
+    assert "trajstore formats" in str(caught.value.hint)
 
 
 def test_detect_passes_on_faults_of_the_file(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_importers_load_no_arrow_and_no_tokenizer_library() -> None:
         "before = set(sys.modules)\n"
         "import trajstore.importers\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "print(*sorted(new & {'pyarrow', 'numpy', 'torch', 'tokenizers', 'tiktoken', 'deltalake'}))\n"
+        "print(*sorted(new & {'pyarrow', 'torch', 'tokenizers', 'tiktoken', 'deltalake', 'msgspec'}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -35,10 +35,11 @@ class _Shell:
     debug = False
 
 
-class OnBadRow(StrEnum):
-    """What to do with a row that breaks the contract."""
+class OnBadRecord(StrEnum):
+    """What to do with a record that cannot be read, or breaks the contract of a row."""
 
-    raise_ = "raise"
+    stop = "stop"
+    skip = "skip"
     quarantine = "quarantine"
 
 
@@ -74,35 +75,54 @@ def _options(
     _Shell.debug = debug
 
 
-@app.command("import", epilog="Example: trajstore import runs.json air --format messages")
+@app.command("import", epilog="Example: trajstore import rollout_data/ air --on-error skip")
 def import_(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="File to read.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="File, folder or quoted glob to read; - is stdin.")
+    ],
     store: Store,
     format: Annotated[
-        str, typer.Option("--format", "-f", metavar="NAME", help="auto, trajstore-jsonl or messages.")
+        str, typer.Option("--format", "-f", metavar="NAME", help="auto, or one that `formats` lists.")
     ] = "auto",
     tokenizer: Annotated[
         Path | None,
         typer.Option("--tokenizer", metavar="FILE", help="tokenizer.json or .tiktoken, to make token ids."),
     ] = None,
     on_error: Annotated[
-        OnBadRow, typer.Option("--on-error", help="Stop at a bad row, or set it aside with its reason.")
-    ] = OnBadRow.raise_,
+        OnBadRecord, typer.Option("--on-error", help="Stop at a bad record, skip it, or set it aside.")
+    ] = OnBadRecord.stop,
     nulls: Annotated[
         bool, typer.Option("--nulls-as-nan", help="Take null in a list of log-probs as NaN.")
     ] = False,
+    groups: Annotated[
+        bool,
+        typer.Option(
+            "--derive-groups/--no-derive-groups",
+            help="Rows of a file with one prompt are a group where the format names none.",
+        ),
+    ] = True,
     json: Json = False,
 ) -> None:
-    """Import a file of trajectories as one commit, making the store when there is none."""
-    verbs.import_file(
+    """Import trajectories of any known framework, making the store when there is none.
+
+    Each file is a commit. The same call again goes on where a stopped one was, and adds nothing twice.
+    """
+    verbs.import_files(
         path,
         store,
         format=format,
         tokenizer=tokenizer,
-        quarantine=on_error is OnBadRow.quarantine,
+        on_error=on_error.value,
         nulls=nulls,
+        groups=groups,
         json=json,
     )
+
+
+@app.command(epilog="Example: trajstore formats")
+def formats(json: Json = False) -> None:
+    """List the formats that can be imported."""
+    verbs.formats(json=json)
 
 
 @app.command(epilog="Example: trajstore info air")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from trajstore import importers
 from trajstore import ingest as ingesting
 from trajstore.cli import show
 from trajstore.cli.maintain import reference
@@ -29,20 +30,21 @@ def version() -> str:
     return metadata.version("trajstore")
 
 
-def import_file(
-    path: Path,
+def import_files(
+    path: str,
     store: str,
     *,
     format: str,
     tokenizer: Path | None,
-    quarantine: bool,
+    on_error: ingesting.OnBadRecord,
     nulls: bool,
+    groups: bool,
     json: bool,
 ) -> None:
     """`trajstore import`."""
     started = time.monotonic()
     with _bar() as bar:
-        task = bar.add_task(path.name, total=None, rows=0, speed="")
+        task = bar.add_task(Path(path).name, total=None, rows=0, speed="")
 
         def report(progress: ingesting.Progress) -> None:
             if progress.rows % 64 == 0:
@@ -61,12 +63,14 @@ def import_file(
             store,
             format=format,
             tokenizer=tokenizer,
-            on_error="quarantine" if quarantine else "raise",
+            on_error=on_error,
             nulls=nulls,
+            derive_groups=groups,
             report=report,
         )
     seconds = time.monotonic() - started
     commit = done.commit
+    refused = [{"where": w, "reason": r} for w, r in done.refused]
     if json:
         show.as_json(
             {
@@ -77,7 +81,10 @@ def import_file(
                 "rows": commit.rows,
                 "tokens": done.tokens,
                 "bytes": commit.bytes,
-                "quarantined": [{"where": w, "reason": r} for w, r in done.refused],
+                "quarantined": refused if on_error == "quarantine" else [],
+                "skipped": refused if on_error == "skip" else [],
+                "files": [vars(file) for file in done.files],
+                "left_out": [{"name": n, "reason": r} for n, r in done.left_out],
                 "not_finite": commit.not_finite,
                 "seconds": round(seconds, 3),
             }
@@ -85,23 +92,41 @@ def import_file(
         return
     out = show.console()
     if format == ingesting.AUTO:
-        out.print(f"format {done.format} ({done.why})", markup=False)
+        for name, why in {file.format: file.why for file in reversed(done.files)}.items():
+            out.print(f"format {name} ({why})", markup=False)
+    for name, why in done.left_out[:SHOWN_REFUSALS]:
+        out.print(f"left out {name}: {why}", markup=False)
+    already = sum(file.already_in for file in done.files)
+    if already:
+        out.print(f"{already:,} of {len(done.files):,} files were in already")
     verb = "made" if done.created else "appended to"
     rate = f", {done.tokens:,} tokens, {done.tokens / seconds:,.0f} tokens/s" if done.tokens else ""
+    many = f"{len(done.files):,} files, " if len(done.files) > 1 else ""
     out.print(
-        f"{verb} {store}: {commit.rows:,} rows{rate}, {show.size(commit.bytes)}, snapshot {commit.snapshot}",
+        f"{verb} {store}: {many}{commit.rows:,} rows{rate}, {show.size(commit.bytes)}, "
+        f"snapshot {commit.snapshot}",
         markup=False,
     )
-    if not done.tokens:
+    if not done.tokens and done.files:
         out.print("no tokens: the file holds text only; give --tokenizer FILE to make token ids")
     for name, rows in commit.not_finite.items():
         out.print(f"{name}: {rows:,} rows hold NaN or an infinity", markup=False)
     if done.refused:
-        out.print(f"quarantined {len(done.refused):,} rows:")
+        verb = "quarantined" if on_error == "quarantine" else "skipped"
+        out.print(f"{verb} {len(done.refused):,} rows:")
         for where, reason in done.refused[:SHOWN_REFUSALS]:
             out.print(f"  {where}: {reason}", markup=False)
         if len(done.refused) > SHOWN_REFUSALS:
             out.print(f"  and {len(done.refused) - SHOWN_REFUSALS:,} more")
+
+
+def formats(*, json: bool) -> None:
+    """`trajstore formats`."""
+    rows = [{"format": name, "what it is": summary} for name, summary in importers.described()]
+    if json:
+        show.as_json(rows)
+    else:
+        show.table(rows)
 
 
 def _bar() -> Progress:

@@ -24,6 +24,10 @@ from trajstore.trajectory import Trajectory, TrajectoryStatus
 MESSAGE_KEYS = ("messages", "traj", "conversation")
 """Where a record may keep its list of messages."""
 
+_PER_TOKEN = (
+    "attention_mask", "loss_mask", "action_mask", "log_probs", "behavior_log_probs", "token_rewards",
+    "values", "advantages", "returns", "version_segments",
+)  # fmt: skip
 _GROUP_KEYS = ("group_id", "task_id", "task")
 _START, _END = "<|im_start|>", "<|im_end|>"
 _HINT = 'one record is {"messages": [{"role": "user", "content": "..."}, ...], "reward": 1.0}'
@@ -38,8 +42,12 @@ def read(path: Path, options: ImportOptions) -> Iterator[Imported]:
     Raises:
         ImportFormatError: a record is not of this shape; names it, and the message's index.
     """
-    for record in read_records(path):
-        trajectory = _trajectory(record, path.name, options.tokenizer)
+    for record in read_records(path, options):
+        try:
+            trajectory = _trajectory(record, path.name, options.tokenizer)
+        except ImportFormatError as error:
+            options.fault(record.where, error, record.data)
+            continue
         yield Imported(trajectory, record.where, record.bytes_read)
 
 
@@ -164,6 +172,29 @@ def set_tokens(trajectory: Trajectory, rendered: Rendered) -> None:
     trajectory.loss_mask = rendered.loss_mask
     trajectory.prompt_length = rendered.prompt_length
     trajectory.response_length = len(rendered.tokens) - rendered.prompt_length
+    trajectory.tokens_retokenized = True
+
+
+def tokenize(trajectory: Trajectory, tokenizer: Tokenizer, where: str) -> None:
+    """Gives a trajectory that has text and no tokens the ids of its messages, or of its prompt and response.
+
+    Raises:
+        ImportFormatError: it has per-token values, which new tokens would not match.
+    """
+    if trajectory.total_length or not (trajectory.prompt or trajectory.response or trajectory.messages):
+        return
+    aligned = [name for name in _PER_TOKEN if len(getattr(trajectory, name))]
+    if aligned:
+        raise ImportFormatError(
+            f"{where}: {aligned[0]!r} belongs to tokens that the row lacks; new ones would not match it",
+            hint="give the row's tokens, or import it without a tokenizer",
+        )
+    if trajectory.messages:
+        set_tokens(trajectory, render(check_messages(trajectory.messages, where), tokenizer))
+        return
+    prompt, response = tokenizer.encode(trajectory.prompt), tokenizer.encode(trajectory.response)
+    trajectory.tokens = prompt + response
+    trajectory.prompt_length, trajectory.response_length = len(prompt), len(response)
     trajectory.tokens_retokenized = True
 
 

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import ImportFormatError, ValidationError
-from trajstore.importers.messages import check_messages, render, set_tokens
+from trajstore.importers.messages import tokenize
 from trajstore.importers.records import Imported, ImportOptions, read_records, require_object
-from trajstore.importers.tokenizer import Tokenizer
 from trajstore.trajectory import PartialTrajectory, Trajectory
 
 FIELDS = frozenset(field.name for field in fields(PartialTrajectory))
 """The keys a line may have."""
 
 _ALWAYS = ("id", "tokens", "reward", "status", "continuation_count")  # mark a line as trajstore's own
-_PER_TOKEN = (
-    "attention_mask", "loss_mask", "action_mask", "log_probs", "behavior_log_probs", "token_rewards",
-    "values", "advantages", "returns", "version_segments",
-)  # fmt: skip
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Imported]:
@@ -34,14 +29,18 @@ def read(path: Path, options: ImportOptions) -> Iterator[Imported]:
         ImportFormatError: a record is not a trajectory; names it. Lists are not looked into: what the
             store checks, it refuses with its own error.
     """
-    for record in read_records(path):
-        data = require_object(record)
+    for record in read_records(path, options):
         try:
-            trajectory = Trajectory.from_dict(data)
+            trajectory = Trajectory.from_dict(require_object(record))
+            if options.tokenizer is not None:
+                tokenize(trajectory, options.tokenizer, record.where)
         except ValidationError as error:
-            raise ImportFormatError(f"{record.where}: {error.message}", hint=error.hint) from error
-        if options.tokenizer is not None:
-            _tokenize(trajectory, options.tokenizer, record.where)
+            wrong = ImportFormatError(f"{record.where}: {error.message}", hint=error.hint)
+            options.fault(record.where, wrong, record.data)
+            continue
+        except ImportFormatError as error:
+            options.fault(record.where, error, record.data)
+            continue
         yield Imported(trajectory, record.where, record.bytes_read)
 
 
@@ -76,24 +75,6 @@ def write_line(trajectory: Trajectory) -> str:
     except UnicodeEncodeError:  # half of a surrogate pair: JSON can escape it, UTF-8 cannot hold it
         text = json.dumps(row, default=_plain)
     return text
-
-
-def _tokenize(trajectory: Trajectory, tokenizer: Tokenizer, where: str) -> None:
-    if trajectory.total_length or not (trajectory.prompt or trajectory.response or trajectory.messages):
-        return
-    aligned = [name for name in _PER_TOKEN if len(getattr(trajectory, name))]
-    if aligned:
-        raise ImportFormatError(
-            f"{where}: {aligned[0]!r} belongs to tokens that the row lacks; new ones would not match it",
-            hint="give the row's tokens, or import it without a tokenizer",
-        )
-    if trajectory.messages:
-        set_tokens(trajectory, render(check_messages(trajectory.messages, where), tokenizer))
-        return
-    prompt, response = tokenizer.encode(trajectory.prompt), tokenizer.encode(trajectory.response)
-    trajectory.tokens = prompt + response
-    trajectory.prompt_length, trajectory.response_length = len(prompt), len(response)
-    trajectory.tokens_retokenized = True
 
 
 _DEFAULTS = PartialTrajectory().to_dict()

@@ -24,7 +24,7 @@ from trajstore.store.side import Refused
 from trajstore.store.table import Table
 from trajstore.trajectory import Trajectory
 
-OnError = Literal["raise", "quarantine"]
+OnError = Literal["raise", "skip", "quarantine"]
 Appendable: TypeAlias = TrajectoryBatch | pa.RecordBatch | pa.Table | Iterable[Trajectory]
 
 CHUNK_ROWS = 4096
@@ -44,7 +44,7 @@ class Commit:
         rows: rows added.
         bytes: bytes of data files added.
         already_in: whether this writer's batch had been committed before.
-        refused: the rows that were put into the quarantine, with their reasons.
+        refused: the rows that were left out, with their reasons; with "quarantine" they are set aside.
         not_finite: rows with a NaN or an infinity, by column.
         cache_refs_left_out: rows that lost an object in `kv_cache_ref` that is not a string.
     """
@@ -91,11 +91,11 @@ def append(
     refused: list[Refused] = []
     left_out = [cache_refs_left_out]
     with storage_errors(table.place), _Files(table.place, table.schema) as out:
-        into = refused if on_error == "quarantine" else None
+        into = None if on_error == "raise" else refused
         for batch in _encoded(rows, storable, nulls, into, left_out):
             out.write(stamp(conform(batch, storable)))
         done = out.finish()
-        if refused:
+        if refused and on_error == "quarantine":
             side.quarantine(table.place, refused, writer_id, batch_no)
         snapshot = table.commit(
             done, writer_id=writer_id, batch_no=batch_no, cache_refs_left_out=sum(left_out)
