@@ -127,9 +127,8 @@ class TrajectoryBatch(Sequence[Trajectory]):
             ValidationError: a row has neither loss_mask nor a known split into prompt and response; a
                 column is missing and `missing="error"`.
         """
-        rows = self.rows()
-        arrays = layouts.padded(rows, pad_token_id=pad_token_id, missing=missing, extra=extra)
-        return layouts.to_torch(arrays, device)
+        options = layouts.Options(pad_token_id=pad_token_id, missing=missing, extra=tuple(extra))
+        return layouts.to_torch(layouts.padded(self.rows(), options).arrays, device)
 
     def compute_padding_ratio(self) -> float:
         """Padding / (B·T) if the batch is padded to its longest trajectory; 0.0 when it is empty."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from trajstore import Trajectory, TrajectoryBatch, TrajectoryStore
-from trajstore.layouts import Ragged, pad
+from trajstore.layouts import Lists, Ragged, padded
 from trajstore.query import connect
 
 

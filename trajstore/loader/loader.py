@@ -108,12 +108,11 @@ class TrajectoryLoader:
         return self._rows
 
     def _batch(self, rows: Rows) -> dict[str, Any]:
-        arrays = layouts.padded(
-            rows, pad_token_id=self._pad_token_id, missing=self._missing, extra=self._extra
-        )
+        options = layouts.Options(self._pad_token_id, self._missing, self._extra)
+        batch = layouts.padded(rows, options)
         return {
-            **layouts.to_torch(arrays, self._device),
+            **layouts.to_torch(batch.arrays, self._device),
             "ids": list(rows.ids),
-            "num_tokens": int(rows.lengths.sum()),
-            "padding_ratio": layouts.padding_ratio(rows.lengths),
+            "num_tokens": batch.num_tokens,
+            "padding_ratio": batch.padding_ratio,
         }
