@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from trajstore import InputError, LengthMismatchError, Trajectory, TrajectoryBatch, ValidationError
 from trajstore.errors import SchemaError
+from trajstore.loader import TrajectoryLoader
 from trajstore.offline import ILQLDataset, ilql_dataset
 from trajstore.offline.elements import ILQLBatch, ILQLElement
 from trajstore.offline.ilql import (
@@ -141,7 +142,7 @@ architectures = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(rows(), max_size=5), options, architectures, st.sampled_from([1, 6, 1000]))
 def test_a_set_is_what_a_walk_over_the_tokens_gives(
     given_rows: list[Trajectory], chosen: dict[str, Any], architecture: dict[str, Any], block: int
@@ -156,9 +157,13 @@ def test_a_set_is_what_a_walk_over_the_tokens_gives(
     assert made.table.select(names).to_pylist() == expected
     reasons = [reason for reason in walked if isinstance(reason, str)]
     assert made.report.dropped == {reason: reasons.count(reason) for reason in set(reasons)}
-    assert (made.report.rows_in, made.report.rows_out) == (len(given_rows), len(expected)) == (
-        len(given_rows),
-        len(made),
+    assert (
+        (made.report.rows_in, made.report.rows_out)
+        == (len(given_rows), len(expected))
+        == (
+            len(given_rows),
+            len(made),
+        )
     )
 
 
@@ -178,8 +183,8 @@ def test_equal_to_trlx_where_both_agree_by_definition() -> None:
         turns = rng.integers(1, 5, size=2 * rng.integers(1, 4))
         mask = [k % 2 for k, n in enumerate(turns) for _ in range(n)]
         tokens = rng.integers(1, 50, len(mask))
-        terminated.append(row(tokens=tokens, loss_mask=mask, prompt_tokens=[], response_tokens=[],
-                              prompt_length=0, response_length=len(mask), reward=float(rng.normal())))  # fmt: skip
+        split = {"prompt_tokens": [], "response_tokens": [], "response_length": len(mask)}
+        terminated.append(row(tokens=tokens, loss_mask=mask, reward=float(rng.normal()), **split))
     batch = TrajectoryBatch(terminated)
     ours, theirs = ilql_dataset(batch, scale="global"), ilql_dataset(batch, compat="trlx")
     names = ["input_ids", "states_ixs", "actions_ixs", "dones"]
@@ -268,7 +273,9 @@ def test_batches_of_an_epoch_hold_every_row_once() -> None:
 
 
 def test_padding() -> None:
-    data = made(row(), row(prompt_tokens=[1, 2, 3, 4], terminated=False), row(response_tokens=[8]), pad_token_id=6)
+    data = made(
+        row(), row(prompt_tokens=[1, 2, 3, 4], terminated=False), row(response_tokens=[8]), pad_token_id=6
+    )
     batch = data.batch()
     assert isinstance(batch, ILQLBatch)
     assert isinstance(data[-1], ILQLElement)
@@ -284,7 +291,9 @@ def test_padding() -> None:
 def test_a_stored_attention_mask_is_kept() -> None:
     (element,) = made(row(attention_mask=[0, 1, 1, 1, 1]), max_length=4)
     assert element.attention_mask.tolist() == [0, 1, 1, 1]
-    (element,) = made(row(attention_mask=[0, 1, 1, 1, 1]), max_length=3, truncation_side="left", bos_token_id=9)
+    (element,) = made(
+        row(attention_mask=[0, 1, 1, 1, 1]), max_length=3, truncation_side="left", bos_token_id=9
+    )
     assert element.attention_mask.tolist() == [1, 1, 1]
 
 
@@ -319,3 +328,13 @@ def test_rows_that_cannot_be_masked_are_named() -> None:
         made(*rows_)
     with pytest.raises(LengthMismatchError, match="returns has length 3, the rows are 1"):
         made(row(), returns=[1, 2, 3])
+
+
+def test_the_loader_takes_a_set_as_it_is() -> None:
+    data = made(*[row(id=f"r{i}", response_tokens=[i + 1] * (1 + i % 3)) for i in range(6)])
+    loaded = [data.as_batch(batch) for batch in TrajectoryLoader(data, batch_size=4)]
+    expected = list(data.batches(4, shuffle=False))
+    assert len(loaded) == len(expected) == 2
+    for found, wanted in zip(loaded, expected, strict=True):
+        for name, tensor in vars(wanted).items():
+            assert torch.equal(getattr(found, name), tensor), name

@@ -49,7 +49,11 @@ def test_loss_statistics_and_gradients_are_trlx_s(case: dict[str, Any], run: dic
 
     def close(found: Any, expected: Any) -> None:
         torch.testing.assert_close(
-            torch.as_tensor(found).detach(), torch.as_tensor(expected), rtol=1e-6, atol=1e-6, check_dtype=False
+            torch.as_tensor(found).detach(),
+            torch.as_tensor(expected),
+            rtol=1e-6,
+            atol=1e-6,
+            check_dtype=False,
         )
 
     close(loss, run["loss"])

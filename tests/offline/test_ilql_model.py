@@ -208,7 +208,13 @@ def test_an_encoder_decoder_of_transformers_learns_and_decodes() -> None:
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
     for _ in range(40):
-        out = model(batch.input_ids, batch.attention_mask, batch.decoder_input_ids, batch.states_ixs, batch.actions_ixs)
+        out = model(
+            batch.input_ids,
+            batch.attention_mask,
+            batch.decoder_input_ids,
+            batch.states_ixs,
+            batch.actions_ixs,
+        )
         assert out.encoder_outputs[0].shape == (2, 2, 16)
         loss, stats = ilql_loss(out, batch, ILQLConfig())
         optimizer.zero_grad()
@@ -243,7 +249,9 @@ class Pair(nn.Module):
 def test_any_backbone_that_gives_hidden_states_will_do() -> None:
     model = Seq2SeqILQLModel(Pair(), hidden_size=6, vocab_size=11, two_qs=False)
     batch = batch_of(architecture="seq2seq")
-    out = model(batch.input_ids, batch.attention_mask, batch.decoder_input_ids, batch.states_ixs, batch.actions_ixs)
+    out = model(
+        batch.input_ids, batch.attention_mask, batch.decoder_input_ids, batch.states_ixs, batch.actions_ixs
+    )
     loss, _ = ilql_loss(out, batch, ILQLConfig(two_qs=False))
     loss.backward()
     assert model.backbone.embed.weight.grad.abs().sum() > 0

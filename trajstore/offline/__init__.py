@@ -23,8 +23,8 @@ __all__ = [
     "ILQLSeq2SeqElement",
     "PPORLBatch",
     "PPORLElement",
-    "ReturnScale",
     "Report",
+    "ReturnScale",
     "Seq2SeqILQLOutput",
     "ilql_dataset",
 ]

@@ -58,9 +58,7 @@ def topk_mask(scores: Tensor, k: int) -> Tensor:
     return torch.where(scores < least, -torch.inf, scores)
 
 
-def scores(
-    outputs: CausalILQLOutput | Seq2SeqILQLOutput, last_tokens: Tensor, decoding: Decoding
-) -> Tensor:
+def scores(outputs: CausalILQLOutput | Seq2SeqILQLOutput, last_tokens: Tensor, decoding: Decoding) -> Tensor:
     """[B, V] log pi(a) + beta (min target Q(a) - V) at the last position, -inf where not allowed."""
     assert outputs.logits is not None
     assert outputs.target_qs is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -58,7 +59,7 @@ def blocks(table: pa.Table, tokens: int = BLOCK_TOKENS) -> Iterator[pa.RecordBat
         lengths = batch.column("length").to_numpy().astype(np.int64)
         number = (np.cumsum(lengths) - lengths) // tokens
         edges = np.flatnonzero(np.diff(number, prepend=-1, append=np.iinfo(np.int64).max))
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
+        for start, end in pairwise(edges):
             yield batch.slice(start, end - start)
 
 
@@ -176,7 +177,8 @@ def ranges(starts: Int64s, lengths: Int64s) -> Int64s:
     """`[starts[0] .. starts[0] + lengths[0])`, then the next row's, in one flat array."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    flat: Int64s = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    return flat
 
 
 def lists(values: NDArray[Any], lengths: Int64s) -> pa.ListArray:

@@ -25,7 +25,15 @@ from trajstore.offline.windows import Side, Windows
 Architecture = Literal["causal", "seq2seq"]
 
 NEEDED = ("id", "id_hash", "length", "tokens", "reward")
-OPTIONAL = ("group_id", "prompt_length", "loss_mask", "action_mask", "attention_mask", "token_rewards", "terminated")
+OPTIONAL = (
+    "group_id",
+    "prompt_length",
+    "loss_mask",
+    "action_mask",
+    "attention_mask",
+    "token_rewards",
+    "terminated",
+)
 
 NO_TOKENS = "no tokens"
 NO_ACTION = "no action"
@@ -69,18 +77,19 @@ def ilql_dataset(
 
     An action is a token that the policy sampled (`action_mask`, else `loss_mask`); tokens between two turns
     are the environment's, and the next state is then read at the last token before the next action. An
-    action with a loss mask of 0 stays a step of the episode and is masked from the loss. `token_rewards`, when
-    a row has them, are the rewards: what arrives between two actions belongs to the first of them, so rewards
-    per turn need no other form. Else `reward` is received for the last action. A row bootstraps from its last
-    state where `terminated` is false, and where truncation took its end (and with it the reward); it ends where
-    `terminated` is true or, since nothing is bootstrapped silently, not known.
+    action with a loss mask of 0 stays a step of the episode and is masked from the loss. `token_rewards`,
+    when a row has them, are the rewards: what arrives between two actions belongs to the first of them, so
+    rewards per turn need no other form. Else `reward` is received for the last action. A row bootstraps from
+    its last state where `terminated` is false, and where truncation took its end (and with it the reward);
+    it ends where `terminated` is true or, since nothing is bootstrapped silently, not known.
 
     Args:
         source: a Scan, a TrajectoryBatch, or a table of stored rows.
         compat: "trlx" gives what trlX's `make_experience` gives, quirks included: `loss_mask` runs are the
             outputs, the scalar reward is normalised over the set and lies on the last action also of a row
             that was cut off, every row ends, padding is 0; what crashes trlX is a ValidationError.
-        architecture: "seq2seq" gives the tokens before the first action to the encoder, the rest to the decoder.
+        architecture: "seq2seq" gives the tokens before the first action to the encoder, the rest to the
+            decoder.
         max_length: most tokens of a row (encoder and decoder together); None = no limit.
         truncation_side: the side that is cut off.
         bos_token_id: put in front of a row that starts with an action; without it such a row is left out.
@@ -88,8 +97,8 @@ def ilql_dataset(
         decoder_start_token_id: put in front of the decoder's tokens. Without it nothing predicts the first
             of them, so it is no action (trlX's way).
         end_of_turn_id: a token of this id right after a sampled one is an action too.
-        scale: "global" takes off the mean of the complete returns and divides by their deviation, "group" does
-            so within each `group_id`, "none" leaves the rewards alone.
+        scale: "global" takes off the mean of the complete returns and divides by their deviation, "group"
+            does so within each `group_id`, "none" leaves the rewards alone.
         returns: [N] in place of the rows' `reward`; they also replace `token_rewards`.
 
     Returns:
@@ -236,7 +245,7 @@ def _block(
         return replace(again, dropped=+dropped)
     part = Part(
         batch=batch,
-        inputs=_kept(tokens, offsets, encoder, bos or 0),
+        inputs=windows.column(tokens, offsets, encoder, bos or 0),
         attention=None,
         decoder=None,
         counts=placed.counts,
@@ -251,18 +260,13 @@ def _block(
         groups=groups,
     )
     if options.architecture == "seq2seq":
-        part.decoder = _kept(tokens, offsets, decoder, options.decoder_start_token_id or 0)
+        part.decoder = windows.column(tokens, offsets, decoder, options.decoder_start_token_id or 0)
     if flat.present(batch, "attention_mask").any():
         given_mask = flat.token_column(batch, "attention_mask", offsets, np.ones(len(tokens), np.int8))
-        part.attention = _kept(given_mask, offsets, encoder, 1)
+        part.attention = windows.column(given_mask, offsets, encoder, 1)
     truncated = kept.end - kept.start < np.diff(offsets)
     unknown = (terminated < 0) & ~kept.cut_off
     return _Block(part, Counter(), int(truncated.sum()), int(unknown.sum()))
-
-
-def _kept(values: NDArray[Any], offsets: Int64s, kept: Windows, front: int) -> pa.ListArray:
-    whole = kept.is_whole(offsets)
-    return flat.lists(values if whole else windows.take(values, kept, front), kept.lengths)
 
 
 def _with_ends_of_turns(masks: Masks, tokens: NDArray[Any], offsets: Int64s, end_of_turn: int) -> Masks:
@@ -277,7 +281,7 @@ def _with_ends_of_turns(masks: Masks, tokens: NDArray[Any], offsets: Int64s, end
 
 
 def _split(at: Int64s, kept: Windows, options: Options) -> tuple[Int64s | None, Windows, Windows]:
-    """Actions that nothing predicts (or None), the encoder's window and the window that actions are counted in."""
+    """Actions that nothing predicts (or None), the encoder's window, and the one that actions count in."""
     if options.architecture == "causal":
         return None, kept, kept
     lo, hi = np.searchsorted(at, kept.start), np.searchsorted(at, kept.end)
@@ -316,10 +320,10 @@ def _rewards(
     early = np.zeros(len(counts), np.bool_)
     if dense.any():
         values = flat.token_column(batch, "token_rewards", offsets, np.zeros(int(offsets[-1]), np.float32))
-        earned, before = _per_action(values, at, offsets)
+        earned, any_before = _per_action(values, at, offsets)
         earned = earned if placed.chosen is None else earned[placed.chosen]
         rewards[:] = earned
-        early = dense & (before != 0)  # NaN is no zero either
+        early = dense & any_before
         ends = np.cumsum(counts)
         sums = np.zeros(len(counts))
         sums[some] = np.add.reduceat(earned, (ends - counts)[some]) if some.any() else 0
@@ -330,20 +334,20 @@ def _rewards(
     return _Earned(rewards, last, total, early)
 
 
-def _per_action(values: NDArray[Any], at: Int64s, offsets: Int64s) -> tuple[Float64s, Float64s]:
-    """What each action earned until the next one, [A], and what came before the first one, [B]."""
+def _per_action(values: NDArray[Any], at: Int64s, offsets: Int64s) -> tuple[Float64s, Bools]:
+    """What each action earned until the next one, [A]; whether anything came before the first one, [B]."""
     is_edge = np.zeros(int(offsets[-1]), np.bool_)
     is_edge[at] = True
-    filled = np.diff(offsets) > 0
-    is_edge[offsets[:-1][filled]] = True
+    is_edge[offsets[:-1][np.diff(offsets) > 0]] = True
     edges = np.flatnonzero(is_edge)
     sums = np.add.reduceat(values, edges, dtype=np.float64) if len(edges) else np.zeros(0)
     is_action = np.zeros(len(edges), np.bool_)
     is_action[np.searchsorted(edges, at)] = True
-    before = np.zeros(len(offsets) - 1)
-    rows = np.searchsorted(offsets, edges[~is_action], "right") - 1
-    before[rows] = sums[~is_action]
-    return sums[is_action], before
+    any_before = np.zeros(len(offsets) - 1, np.bool_)
+    if not is_action.all():
+        some = np.logical_or.reduceat(values != 0, edges)[~is_action]  # NaN is no zero either
+        any_before[np.searchsorted(offsets, edges[~is_action], "right") - 1] = some
+    return sums[is_action], any_before
 
 
 def _trained(masks: Masks, at: Int64s, placed: windows.Index) -> NDArray[np.int8]:

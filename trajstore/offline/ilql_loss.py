@@ -99,7 +99,9 @@ def ilql_loss(
     advantage = target - v
     expectile = torch.where(advantage >= 0, config.tau, 1 - config.tau)
     weight = (config.beta * advantage.detach()).exp()
-    at_actions = outputs.logits.gather(1, batch.actions_ixs[..., None].expand(-1, -1, outputs.logits.shape[-1]))
+    at_actions = outputs.logits.gather(
+        1, batch.actions_ixs[..., None].expand(-1, -1, outputs.logits.shape[-1])
+    )
 
     losses = {
         "loss_q": torch.stack([mean((one - aim) ** 2) for one in q]).sum(),
@@ -117,7 +119,9 @@ def ilql_loss(
     watched = {"values": v, **{f"qvalues/{i}": one for i, one in enumerate(q)}, "awac_weight": weight}
     for name, x in watched.items():
         stats |= {f"{name}/{what}": value for what, value in _summary(x.detach(), mask, n).items()}
-    values = torch.stack([value.detach().float() for value in stats.values()]).tolist()  # one copy to the host
+    values = torch.stack(
+        [value.detach().float() for value in stats.values()]
+    ).tolist()  # one copy to the host
     return loss, dict(zip(stats, values, strict=True))
 
 

@@ -35,7 +35,9 @@ class ILQLHeads(nn.Module):
         alpha: step of the target heads at a sync; 1 = a hard copy.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, two_qs: bool = True, alpha: float = 0.001) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, two_qs: bool = True, alpha: float = 0.001
+    ) -> None:
         super().__init__()
         self.alpha = alpha
         self.v_head = _head(hidden_size, 1)
@@ -150,8 +152,9 @@ class Seq2SeqILQLModel(nn.Module):
     """An encoder-decoder with ILQL heads on the decoder's last hidden state.
 
     Args:
-        backbone: a transformers encoder-decoder, or any module whose forward takes `input_ids`, `attention_mask`
-            and `decoder_input_ids` and gives `(logits, hidden)` of the decoder: [B, D, V] and [B, D, H].
+        backbone: a transformers encoder-decoder, or any module whose forward takes `input_ids`,
+            `attention_mask` and `decoder_input_ids` and gives `(logits, hidden)` of the decoder: [B, D, V]
+            and [B, D, H].
         hidden_size, vocab_size, two_qs, alpha: as in CausalILQLModel.
 
     Raises:

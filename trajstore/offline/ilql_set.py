@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from trajstore import layouts, plan
 from trajstore.errors import SchemaError
-from trajstore.layouts import Ragged
+from trajstore.layouts import Lists, Ragged
 from trajstore.offline.elements import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trajstore.offline.flat import Bools, Float64s, Int64s, lists
 from trajstore.offline.scaling import ReturnScale
@@ -200,7 +201,6 @@ class ILQLDataset:
         self.report = Report.from_dict(self.provenance["report"])
         names = table.schema.names
         self.is_seq2seq = "decoder_input_ids" in names
-        self._columns = {name: Ragged.from_arrow(table.column(name), name) for name in LISTS if name in names}
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -212,7 +212,7 @@ class ILQLDataset:
     @property
     def num_actions(self) -> int:
         """Actions of all rows."""
-        return int(self._columns["actions_ixs"].length.sum())
+        return int(pc.sum(pc.list_value_length(self.table.column("actions_ixs"))).as_py() or 0)
 
     @property
     def pad_token_id(self) -> int:
@@ -225,16 +225,23 @@ class ILQLDataset:
         Raises:
             IndexError: there is no such row.
         """
-        row = range(len(self))[i]
-        fields = _tensors(self._padded(np.array([row])))
+        fields = self._padded(np.array([range(len(self))[i]]))
         made = {name: tensor[0] for name, tensor in fields.items()}
         return ILQLSeq2SeqElement(**made) if self.is_seq2seq else ILQLElement(**made)
 
     def batch(self, rows: Sequence[int] | Int64s | None = None) -> ILQLBatch | ILQLSeq2SeqBatch:
         """These rows (all of them by default), right-padded, each field to its own longest row."""
         chosen = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
-        fields = _tensors(self._padded(chosen))
+        return self.as_batch(self._padded(chosen))
+
+    def as_batch(self, tensors: Mapping[str, Any]) -> ILQLBatch | ILQLSeq2SeqBatch:
+        """The fields of a batch that a TrajectoryLoader made of this set, under their names."""
+        fields = {name: tensors[name] for name in LISTS if name in tensors}
         return ILQLSeq2SeqBatch(**fields) if self.is_seq2seq else ILQLBatch(**fields)
+
+    def rows(self, columns: Sequence[str] = ()) -> Lists:
+        """The row source that loaders take; every column of the elements is in it."""
+        return self._lists
 
     def batches(
         self,
@@ -259,28 +266,31 @@ class ILQLDataset:
         """
         keys = None
         if shuffle:
-            hashes = self.table.column("id_hash").to_numpy()
-            keys = seeded_keys(seeded_keys(hashes, seed).view(np.int64), epoch)
-        lengths = self.table.column("length").to_numpy().astype(np.int64)
-        for rows in plan.batches(lengths, batch_size, keys=keys, bucket_window=bucket_window):
+            keys = seeded_keys(seeded_keys(self._lists.keys, seed).view(np.int64), epoch)
+        for rows in plan.batches(self._lists.lengths, batch_size, keys=keys, bucket_window=bucket_window):
             if not (drop_last and len(rows) < batch_size):
                 yield self.batch(rows)
 
-    def _padded(self, rows: Int64s) -> dict[str, NDArray[Any]]:
-        out: dict[str, NDArray[Any]] = {}
-        for name in LISTS:
-            column = self._columns.get(name)
-            if name == "attention_mask" and column is None:
-                lengths = self._columns["input_ids"].length[rows]
-                out[name] = (np.arange(lengths.max(initial=0)) < lengths[:, None]).astype(np.int64)
-            if column is None:
-                continue
-            column = column.take(rows)
-            fill = self.pad_token_id if name.endswith("input_ids") else PADS.get(name, 0)
-            kind = np.float32 if name == "rewards" else np.int64
-            out[name] = layouts.pad(column, int(column.length.max(initial=0)), fill, kind)
-        return out
+    def _padded(self, rows: Int64s) -> dict[str, torch.Tensor]:
+        return layouts.to_torch(layouts.padded(self._lists.take(rows)).arrays)
 
-
-def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    return layouts.to_torch(arrays)
+    @cached_property
+    def _lists(self) -> Lists:
+        table = self.table
+        columns = {
+            name: Ragged.from_arrow(table.column(name), name) for name in LISTS if name in table.schema.names
+        }
+        if "attention_mask" not in columns:
+            lengths = columns["input_ids"].length
+            zeros, ones = np.zeros(len(lengths), np.int64), np.ones(int(lengths.max(initial=0)), np.int8)
+            columns["attention_mask"] = Ragged((ones,), zeros, zeros, lengths)  # all rows share the ones
+        pads = dict.fromkeys(("input_ids", "decoder_input_ids"), self.pad_token_id) | PADS
+        return Lists(
+            ids=table.column("id").to_pylist(),
+            lengths=table.column("length").to_numpy().astype(np.int64),
+            keys=table.column("id_hash").to_numpy(),
+            columns={name: columns[name] for name in LISTS if name in columns},
+            dtypes={name: np.float32 if name == "rewards" else np.int64 for name in LISTS},
+            pads=pads,
+            aligned=frozenset(),  # a row is never cut: its indices would point past the end
+        )

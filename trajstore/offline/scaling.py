@@ -114,10 +114,7 @@ def apply(
     if by.scale.kind == "none":
         return rewards
     divisor = np.where(by.std > 0, by.std, 1.0)
-    if dense.any():
-        rewards = (rewards / np.repeat(divisor, counts)).astype(np.float32)
-    else:
-        rewards = rewards.copy()
+    rewards = (rewards / np.repeat(divisor, counts) if dense.any() else rewards).astype(np.float32)
     shifted = np.where(complete, last - by.mean, last)
     flat = (by.std == 0) & complete & ~dense
     shifted[flat & (np.abs(shifted) <= EQUAL * np.abs(last))] = 0

@@ -1,7 +1,7 @@
 """Owns trlX's `make_experience` with its quirks, on flat arrays; the sound builder is ilql.py.
 
-research/ilql.md §1.1 to §1.5 is the text this follows. Where trlX crashes (and with it the whole set), here is
-a ValidationError that names the row.
+research/ilql.md §1.1 to §1.5 is the text this follows. Where trlX crashes (and with it the whole set),
+here is a ValidationError that names the row.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parts(
         mask = flat.loss_mask(batch, offsets, seen)
         kept = windows.cut(mask, offsets, max_length, side, prefix=bos is not None)
         make = _causal if architecture == "causal" else _seq2seq
-        out.append(make(batch, seen, tokens, mask, kept, earned[rows], bos or 0))
+        out.append(make(batch, seen, tokens, offsets, mask, kept, earned[rows], bos or 0))
         seen += len(batch)
     return out, scale
 
@@ -66,6 +66,7 @@ def _causal(
     batch: pa.RecordBatch,
     first_row: int,
     tokens: NDArray[Any],
+    offsets: Int64s,
     mask: flat.Bools,
     kept: Windows,
     earned: Float64s,
@@ -85,7 +86,7 @@ def _causal(
         none,
         "no action is left behind the bos token (trlX: IndexError, index -1 is out of bounds)",
     )
-    inputs = flat.lists(windows.take(tokens, kept, bos), kept.lengths)
+    inputs = windows.column(tokens, offsets, kept, bos)
     return _part(batch, inputs, None, placed.counts, placed.actions, placed.states, earned)
 
 
@@ -93,6 +94,7 @@ def _seq2seq(
     batch: pa.RecordBatch,
     first_row: int,
     tokens: NDArray[Any],
+    offsets: Int64s,
     mask: flat.Bools,
     kept: Windows,
     earned: Float64s,

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from trajstore.offline.flat import Bools, Int64s, ranges
+from trajstore.offline.flat import Bools, Int64s, lists, ranges
 
 Side = Literal["left", "right"]
 Int32s = NDArray[np.int32]
@@ -130,7 +131,9 @@ def index(at: Int64s, windows: Windows) -> Index:
         chosen = ranges(lo, counts)
         at = at[chosen]
     # The token at `at` was predicted one position earlier, and a token in front moves all by one.
-    actions = (at - np.repeat(windows.start - windows.prefixed + 1, counts)).astype(np.int32)
+    shift = (windows.start - windows.prefixed + 1).astype(np.int32)
+    actions = at.astype(np.int32)
+    actions -= np.repeat(shift, counts)
     states = np.empty(len(actions) + len(counts), np.int32)
     last = last_of(counts + 1)
     is_action = np.ones(len(states), np.bool_)
@@ -143,6 +146,12 @@ def index(at: Int64s, windows: Windows) -> Index:
 def last_of(counts: Int64s) -> Int64s:
     """Flat position of the last element of each row, [B]; rows must not be empty."""
     return np.cumsum(counts) - 1
+
+
+def column(values: NDArray[Any], offsets: Int64s, windows: Windows, front: int) -> pa.ListArray:
+    """The kept values of each row as a list column; over the same memory when all is kept."""
+    whole = windows.is_whole(offsets)
+    return lists(values if whole else take(values, windows, front), windows.lengths)
 
 
 def take(values: NDArray[Any], windows: Windows, front: int) -> NDArray[Any]:
