@@ -181,7 +181,7 @@ def test_a_transformers_model_learns_and_decodes() -> None:
     model, batch = gpt2(), batch_of()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
-    for _ in range(30):
+    for _ in range(25):
         out = model(batch.input_ids, batch.attention_mask, batch.states_ixs, batch.actions_ixs)
         assert out.value.shape == (2, 4, 1)
         assert [q.shape for q in out.qs] == [(2, 3, 11)] * 2
@@ -207,7 +207,7 @@ def test_an_encoder_decoder_of_transformers_learns_and_decodes() -> None:
     batch = batch_of(architecture="seq2seq", decoder_start_token_id=0)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
-    for _ in range(40):
+    for _ in range(30):
         out = model(
             batch.input_ids,
             batch.attention_mask,

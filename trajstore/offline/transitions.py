@@ -81,8 +81,8 @@ def to_jaxseq(data: ILQLDataset) -> pa.Table:
 
     Returns:
         `input_ids`; `should_take_action`, `rewards` and (ours: what the loss counts) `action_mask`; `done`,
-        the episode ended; `next_token_ids` and `next_done`, null: no row goes on in another one, so where `done`
-        is false the value to bootstrap from is the one at the row's last token.
+        the episode ended; `next_token_ids` and `next_done`, null: no row goes on in another one, so where
+        `done` is false the value to bootstrap from is the one at the row's last token.
 
     Raises:
         InputError: the set is an encoder-decoder's, or has an action that nothing predicts.
@@ -142,8 +142,8 @@ def to_transitions(data: ILQLDataset, *, gamma: float = 1.0) -> pa.Table:
 
     Returns:
         `id`, `turn` (from 0); `observation`, the tokens before the turn; `action`, its tokens, with `rewards`
-        and `action_mask` for each; `reward`, their sum; `next_observation`, the tokens before the next turn, or
-        all tokens of the row; `done`, the episode ended here; `trajectory_reward`, the sum over the row;
+        and `action_mask` for each; `reward`, their sum; `next_observation`, the tokens before the next turn,
+        or all tokens of the row; `done`, the episode ended here; `trajectory_reward`, the sum over the row;
         `mc_return`, the discounted sum from this turn on (without a bootstrap).
 
     Raises:
