@@ -1,4 +1,4 @@
-"""Theme: offline training data (cases A04, A10, G03, G07)."""
+"""Theme: offline training data (cases A04, A10, G03, G07, G08)."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from trajstore.offline.decoding import Decoding, generate
 from trajstore.offline.gae import whiten
 from trajstore.offline.ilql_model import CausalILQLModel
 from trajstore.offline.ppo import collate, ppo_dataset
+from trajstore.offline.preference import preference_pairs
 
 
 def rows_of(case: Any) -> list[Trajectory]:
@@ -154,3 +155,23 @@ def test_G07_one_sample_makes_no_nan(case: Any) -> None:
         assert g07(case, 6, **options).batch().rewards.tolist() == [[0, 0, 0]]
     (as_trlx,) = g07(case, 5, compat="trlx")
     assert as_trlx.rewards.tolist() == [0, 0]
+
+
+def test_G08_pairs_that_truncation_makes_identical_are_dropped_and_counted(case: Any) -> None:
+    def rows(good: float, bad: float) -> TrajectoryBatch:
+        return TrajectoryBatch(
+            [
+                Trajectory(
+                    group_id="g", prompt_tokens=case["prompt_ids"], response_tokens=case[which], reward=reward
+                )
+                for which, reward in (("chosen", good), ("rejected", bad))
+            ]
+        )
+
+    cut = preference_pairs(rows(1.0, 0.0), max_length=case["max_len"])
+    assert (len(cut), cut.dropped) == (0, {"identical after truncation": 1})
+    kept = preference_pairs(rows(1.0, 0.0), max_length=10)
+    assert kept.table["chosen_input_ids"].to_pylist() == [case["chosen"]]
+    assert kept.table["rejected_input_ids"].to_pylist() == [case["rejected"]]
+    for pairing in ("best_worst", "all"):
+        assert len(preference_pairs(rows(0.5, 0.5), pairing=pairing)) == 0

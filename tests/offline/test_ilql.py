@@ -142,7 +142,7 @@ architectures = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(rows(), max_size=5), options, architectures, st.sampled_from([1, 6, 1000]))
 def test_a_set_is_what_a_walk_over_the_tokens_gives(
     given_rows: list[Trajectory], chosen: dict[str, Any], architecture: dict[str, Any], block: int

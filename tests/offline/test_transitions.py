@@ -20,7 +20,7 @@ def same(a: ILQLDataset, b: ILQLDataset) -> None:
     assert a.report == b.report
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(rows(), min_size=1, max_size=5), options, st.sampled_from(["none", "global", None]))
 def test_both_forms_lose_nothing(given_rows: list[Trajectory], chosen: dict[str, Any], scale: Any) -> None:
     if scale is None:
