@@ -1,0 +1,160 @@
+"""Preference pairs, KTO labels and SFT rows against the plain meaning of their options."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStore
+from trajstore.offline.preference import kto_labels, preference_pairs, sft_rows
+
+
+def row(id: str, reward: float, response: list[int] | None = None, **given: Any) -> Trajectory:
+    defaults = {"group_id": "g", "prompt_tokens": [1, 2], "prompt": "q", "response": f"answer {id}"}
+    tokens = [10 + ord(id[-1])] if response is None else response
+    return Trajectory(id=id, reward=reward, response_tokens=tokens, **{**defaults, **given})
+
+
+def pairs(*rows: Trajectory, **options: Any) -> list[tuple[str, str]]:
+    made = preference_pairs(TrajectoryBatch(rows), **options).table
+    return list(zip(made["chosen_id"].to_pylist(), made["rejected_id"].to_pylist(), strict=True))
+
+
+def test_best_against_worst_and_ties_go_to_like_lengths() -> None:
+    rows = [
+        row("a", 0.5),
+        row("b", 1.0, [5]),
+        row("c", 1.0, [5, 6, 7]),
+        row("d", 0.0, [8, 9, 9]),
+        row("e", 0.0, [8]),
+    ]
+    assert pairs(*rows) == [("b", "e")]
+    assert pairs(*rows[:4]) == [("c", "d")]
+    assert pairs(row("a", 1), row("b", 1)) == []
+
+
+def test_all_pairs_above_a_margin() -> None:
+    rows = [row("a", 0.0), row("b", 0.5), row("c", 1.0), row("d", 1.0)]
+    assert pairs(*rows, pairing="all") == [
+        ("c", "b"), ("c", "a"), ("d", "b"), ("d", "a"), ("b", "a")
+    ]  # fmt: skip
+    assert pairs(*rows, pairing="all", margin=0.5) == [("c", "a"), ("d", "a")]
+
+
+def test_what_is_left_out_is_counted() -> None:
+    rows = [
+        row("a", 1.0, [5]),
+        row("b", 0.0, [5]),
+        row("c", 0.0, [6] * 9),
+        row("d", 0.0, [7], prompt_tokens=[3]),
+        row("e", float("nan"), [8]),
+        row("f", 1.0, []),
+        row("h", 1.0, group_id=None),
+        row("i", 1.0, group_id="alone"),
+        Trajectory(id="j", tokens=[1, 2], group_id="g"),
+        row("k", 1.0, group_id="equal"),
+        row("l", 1.0, group_id="equal"),
+    ]
+    made = preference_pairs(TrajectoryBatch(rows), length_ratio=8)
+    assert len(made) == 0
+    assert made.dropped == {
+        "duplicate": 1,
+        "prompt differs from its group's": 1,
+        "reward is not finite": 1,
+        "no response": 1,
+        "no group_id": 1,
+        "alone in its group": 1,
+        "the split into prompt and response is not known": 1,
+        "no pair with a margin": 1,
+        "lengths too different": 1,
+    }
+    assert len(preference_pairs(TrajectoryBatch(rows), length_ratio=9)) == 1
+
+
+scores = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), scores, st.integers(0, 5)), max_size=9), st.sampled_from([0, 0.3])
+)
+def test_all_pairs_are_what_two_loops_give(drawn: list[tuple[int, float, int]], margin: float) -> None:
+    rows = [row(str(i), r, [token], group_id=str(g)) for i, (g, r, token) in enumerate(drawn)]
+    first: dict[tuple[str | None, int], Trajectory] = {}
+    for r in rows:
+        first.setdefault((r.group_id, r.response_tokens[0]), r)
+    kept = list(first.values())
+    expected = {
+        (a.id, b.id) for a in kept for b in kept if a.group_id == b.group_id and a.reward - b.reward > margin
+    }
+    found = pairs(*rows, pairing="all", margin=margin)
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_kto_labels() -> None:
+    rows = TrajectoryBatch([row("a", 0.0), row("b", 0.5), row("c", 1.0, group_id=None)])
+    made = kto_labels(rows, desirable=0.5)
+    assert made.table["label"].to_pylist() == [False, True, True]
+    made = kto_labels(rows, desirable=1.0, undesirable=0.5)
+    assert made.table["id"].to_pylist() == ["a", "c"]
+    assert made.dropped == {"between the thresholds": 1}
+    with pytest.raises(InputError, match="undesirable is 2"):
+        kto_labels(rows, desirable=1, undesirable=2)
+
+
+def test_sft_rows() -> None:
+    rows = TrajectoryBatch(
+        [row("a", 0.0), row("b", 1.0), row("c", 1.0), row("d", 0.5), row("e", 0.0, group_id="h")]
+    )
+    assert sft_rows(rows, top=0.5).table["id"].to_pylist() == ["b", "c", "e"]
+    assert sft_rows(rows, top=0.1).table["id"].to_pylist() == ["b", "e"]
+    assert sft_rows(rows, min_reward=0.5).table["id"].to_pylist() == ["b", "c", "d"]
+    both = sft_rows(rows, top=0.5, min_reward=0.5)
+    assert both.table["id"].to_pylist() == ["b", "c"]
+    assert both.dropped == {"not among the best": 3}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pairing": "some"}, {"margin": -1}, {"margin": float("nan")}, {"length_ratio": 0.5}]
+)
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        preference_pairs(TrajectoryBatch([]), **wrong)
+    for options in ({}, {"top": 0}, {"top": 1.5}):
+        with pytest.raises(InputError):
+            sft_rows(TrajectoryBatch([]), **options)
+
+
+def test_files_say_where_they_come_from(tmp_path: Any) -> None:
+    store = TrajectoryStore.create(tmp_path / "s")
+    store.append([row("a", 0.0), row("b", 1.0), row("c", float("nan"))])
+    made = preference_pairs(store.scan(where="length > 0"))
+    made.write(tmp_path / "pairs.parquet")
+    table = pq.read_table(tmp_path / "pairs.parquet")
+    assert table.equals(made.table)
+    said = json.loads(table.schema.metadata[b"trajstore.offline"])
+    assert said["snapshot"] == store.scan().snapshot
+    assert "length > 0" in said["source"]
+    assert said["dropped"] == {"reward is not finite": 1}
+    made.write(tmp_path / "pairs.jsonl")
+    (line,) = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    assert json.loads(line) == table.to_pylist()[0]
+    assert {"prompt": "q", "chosen": "answer b", "rejected": "answer a"}.items() <= json.loads(line).items()
+    assert json.loads((tmp_path / "pairs.meta.json").read_text()) == said
+    with pytest.raises(InputError, match="neither"):
+        made.write(tmp_path / "pairs.csv")
+
+
+def test_empty_sets_keep_their_columns() -> None:
+    empty = TrajectoryBatch([])
+    assert (
+        preference_pairs(empty).table.schema
+        == preference_pairs(TrajectoryBatch([row("a", 0), row("b", 1)])).table.schema
+    )
+    assert sft_rows(empty, top=1).table.schema == sft_rows(TrajectoryBatch([row("a", 0)]), top=1).table.schema
