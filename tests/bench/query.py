@@ -216,7 +216,7 @@ def main() -> None:
 
     def ours() -> float:
         lengths = store.scan(columns=["length"]).to_arrow()["length"].to_numpy().astype(np.int64)
-        return plan.padding_ratio(lengths, plan.batches(lengths, size))
+        return plan.plan(lengths, plan.Recipe(batch_size=size)).padding_ratio(lengths)
 
     found = race(
         f"padding ratio, batches of {size} in row order",
