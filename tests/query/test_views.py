@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from trajstore import PolicyVersion, QueryError, Trajectory, TrajectoryStatus, TrajectoryStore, VersionSegment
+from trajstore.plan import Recipe, plan
 from trajstore.query import connect
 from trajstore.schema import Column, list_of
 
@@ -170,7 +171,8 @@ def test_a_group_of_rewards_that_are_not_finite(tmp_path: Path) -> None:
 
 def test_batches_are_those_of_the_plan(store: TrajectoryStore) -> None:
     lengths = [row.total_length for row in ROWS]
-    plans = {"mine": [np.array([0, 5, 6]), np.array([23])], "empty": []}
+    empty = plan(np.empty(0, np.int64), Recipe(batch_size=4))
+    plans = {"mine": [np.array([0, 5, 6]), np.array([23])], "empty": empty}
     found = ask(store, "from batches order by batch", plans=plans)
     assert [(row["plan"], row["rows"], row["tokens"], row["longest"]) for row in found] == [
         ("mine", 3, lengths[0] + lengths[5] + lengths[6], max(lengths[0], lengths[5], lengths[6])),
@@ -183,6 +185,7 @@ def test_batches_are_those_of_the_plan(store: TrajectoryStore) -> None:
         store, "select plan, sum(rows) as rows, sum(tokens) as tokens from batches group by 1 order by 1"
     )
     assert own == [{"plan": p, "rows": 24, "tokens": sum(lengths)} for p in ("bucketed", "row order")]
+    assert ask(store.at(0), "from batches") == []
     joined = "select count(*) as n from batches, trajectories where plan = 'mine'"
     assert ask(store, joined, plans=plans) == [{"n": 48}]
 

@@ -21,16 +21,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trajstore import plan as planning
 from trajstore.errors import CorruptFileError, QueryError
-from trajstore.plan import Recipe
+from trajstore.plan import Recipe, plan
 from trajstore.query.views import define, locked
 from trajstore.store import Scan, TrajectoryStore
 from trajstore.trajectory import PolicyVersion, version_number
 
 VIEWS = ("trajectories", "tokens", "segments", "groups", "batches")
 
-Plan = Iterable[NDArray[np.int64]]
+Batches = Iterable[NDArray[np.int64]]
 
 
 class Connection:
@@ -182,10 +181,10 @@ class Rows:
 
     Args:
         scan: the rows.
-        plans: batching plans by name, each a list of positions in the order of the rows.
+        plans: batching plans by name, each the positions of its batches, in the order of the rows.
     """
 
-    def __init__(self, scan: Scan, plans: Mapping[str, Plan] | None) -> None:
+    def __init__(self, scan: Scan, plans: Mapping[str, Batches] | None) -> None:
         if "oldest_version_id" not in scan.schema.names:
             scan = scan.columns([*scan.schema.names, "oldest_version_id"])
         self.scan = scan
@@ -224,16 +223,16 @@ class Rows:
                 plans = self._plans
                 if plans is None:
                     plans = {
-                        "row order": planning.plan(lengths, Recipe(batch_size=256)),
-                        "bucketed": planning.plan(lengths, Recipe(batch_size=256, bucket_window=64)),
+                        "row order": plan(lengths, Recipe(batch_size=256)),
+                        "bucketed": plan(lengths, Recipe(batch_size=256, bucket_window=64)),
                     }
-                rows = [row for name, plan in plans.items() for row in _padding(name, plan, lengths)]
+                rows = [row for name, made in plans.items() for row in _padding(name, made, lengths)]
                 self._padding = pa.Table.from_pylist(rows, _PADDING)
             return self._padding
 
 
-def _padding(name: str, plan: Plan, lengths: NDArray[np.int64]) -> Iterator[dict[str, Any]]:
-    for number, positions in enumerate(plan):
+def _padding(name: str, batches: Batches, lengths: NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+    for number, positions in enumerate(batches):
         rows = np.asarray(positions, np.int64)
         tokens, longest = int(lengths[rows].sum()), int(lengths[rows].max(initial=0))
         padded = longest * len(rows)
@@ -252,15 +251,15 @@ def connect(
     source: TrajectoryStore | Scan,
     *,
     current_version: PolicyVersion | int | None = None,
-    plans: Mapping[str, Plan] | None = None,
+    plans: Mapping[str, Batches] | None = None,
 ) -> Connection:
     """A connection over a store, a store at a snapshot, or a scan.
 
     Args:
         source: what to ask about. A scan of chosen columns shows these and what `version_gap` needs.
         current_version: the trainer's policy version, for `version_gap`.
-        plans: batching plans by name for the view `batches`: each a list of arrays of positions, in the
-            order of the scan's rows, as `trajstore.plan` makes them.
+        plans: batching plans by name for the view `batches`: each gives arrays of positions in the order
+            of the scan's rows, as a `trajstore.plan.Plan` does.
 
     Raises:
         CorruptFileError: a data file of the snapshot is missing.

@@ -235,15 +235,14 @@ class Scan:
         known = self._table.schema
         names = [n for n in dict.fromkeys((*layouts.SCALARS, *columns)) if n in known.names]
         chosen = self._choose()
-        held = chosen.frame.files
-        file_of, row_of = chosen.of(chosen.frame.file), chosen.of(chosen.frame.row)
-        used = np.unique(file_of)
+        files_, file = chosen.frame.files, chosen.of(chosen.frame.file)
+        used = np.unique(file)
         table, self.cache_use = ColumnCache().open(
-            self._table.place, [held[i] for i in used], pa.schema([known.field(n) for n in names])
+            self._table.place, [files_[i] for i in used], pa.schema([known.field(n) for n in names])
         )
-        first = np.zeros(len(held), np.int64)
-        first[used] = np.cumsum([0, *(held[i].rows for i in used)])[:-1]
-        position = first[file_of] + row_of
+        first = np.zeros(len(files_), np.int64)
+        first[used] = np.cumsum([0, *(files_[i].rows for i in used)])[:-1]
+        position = first[file] + chosen.of(chosen.frame.row)
         flat = [n for n in names if not pa.types.is_large_list(table.schema.field(n).type)]
         scalars = _take(table.select(flat), position)
         lists = {n: Ragged.from_arrow(table.column(n), n).take(position) for n in names if n not in flat}
