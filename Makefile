@@ -28,6 +28,7 @@ bench: $(READY)
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[bench]'
 	$(BIN)/python tests/bench/codec.py
 	$(BIN)/python tests/bench/table.py
+	$(BIN)/python tests/bench/layouts.py
 
 schemas: $(READY)
 	$(BIN)/python -c 'import pathlib, trajstore.schema; trajstore.schema.write(pathlib.Path("schemas"))'

@@ -5,6 +5,7 @@ same rows, interleaved round by round in one process, torch at one thread; media
 python tests/bench/layouts.py [ROWS] [ROUNDS]
 """
 
+import itertools
 import os
 import statistics
 import sys
@@ -49,7 +50,7 @@ def synthetic(count: int) -> tuple[Rows, dict[str, np.ndarray], np.ndarray]:
     first = np.searchsorted(file_of, np.arange(5))
     columns = {}
     for name, values in flat.items():
-        chunks = tuple(values[bounds[a] : bounds[b]] for a, b in zip(first[:-1], first[1:], strict=True))
+        chunks = tuple(values[bounds[a] : bounds[b]] for a, b in itertools.pairwise(first))
         columns[name] = Ragged(chunks, file_of, bounds[:-1] - bounds[first[file_of]], lengths)
     rows = Rows(
         [str(i) for i in range(count)],
@@ -78,11 +79,6 @@ class Rounds:
 
     def ms(self, name: str) -> float:
         return 1e3 * statistics.median(self.seconds[name])
-
-
-def with_kernel(form: str, work: Callable[[], Any]) -> Any:
-    os.environ["TRAJSTORE_KERNEL"] = form
-    return work()
 
 
 def memcpy(size: int, memory: tuple[np.ndarray, np.ndarray]) -> None:
@@ -118,7 +114,7 @@ def against_memory(rows: Rows, batch_size: int, rounds: int) -> None:
                 os.environ["TRAJSTORE_KERNEL"] = form
                 out = buffers[kind, form]
                 taken = took.time(f"{kind} take", lambda c=chosen: rows.take(c))
-                batch = took.time(f"{kind} {form}", lambda t=taken, o=out, m=make: m(t, options, o))
+                batch = took.time(f"{kind} {form}", lambda t=taken, o=out, m=make, how=options: m(t, how, o))
             took.time(f"{kind} memcpy", lambda size=batch.nbytes: memcpy(size, memory))
             took.time(f"{kind} memset", lambda size=batch.nbytes: memory[0][:size].fill(0))
     for kind in kinds:
@@ -155,7 +151,7 @@ def peers(rows: Rows, flat: dict[str, np.ndarray], bounds: np.ndarray, folder: P
 
     def by_lists(chosen: np.ndarray) -> Any:
         return {
-            n: pad_sequence(
+            NAMES.get(n, n): pad_sequence(
                 [torch.tensor(row, dtype=TORCH.get(n, torch.float32)) for row in lists_of[n]],
                 batch_first=True,
             )
@@ -250,9 +246,7 @@ def main() -> None:
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 30
     torch.set_num_threads(1)
     rows, flat, bounds = synthetic(count)
-    print(
-        f"{count} rows, {bounds[-1] / 1e6:.1f} M tokens; load {os.getloadavg()[0]:.1f}; x = times memcpy of the output"
-    )
+    print(f"{count} rows, {bounds[-1] / 1e6:.1f} M tokens; load {os.getloadavg()[0]:.1f}; x: times memcpy")
     for batch_size in (64, 256, 512):
         against_memory(rows, batch_size, rounds)
     against_peers(rows, flat, bounds, max(5, rounds // 3))
