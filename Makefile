@@ -29,6 +29,7 @@ bench: $(READY)
 	$(BIN)/python tests/bench/codec.py
 	$(BIN)/python tests/bench/table.py
 	$(BIN)/python tests/bench/table_size.py
+	$(BIN)/python tests/bench/layouts.py
 
 schemas: $(READY)
 	$(BIN)/python -c 'import pathlib, trajstore.schema; trajstore.schema.write(pathlib.Path("schemas"))'

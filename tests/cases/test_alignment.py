@@ -17,6 +17,7 @@ from trajstore import (
     TrajectoryStore,
     VersionSegment,
 )
+from trajstore.layouts import Options, prompt_response
 
 
 def test_A02_a_continuation_has_a_mask_for_every_token_or_is_refused(case: Any, tmp_path: Path) -> None:
@@ -84,10 +85,14 @@ def test_A06_no_hole_between_prompt_and_response(case: Any) -> None:
         ]
     )
     tensors = batch.to_tensors(pad_token_id=case["pad_id"])
-    # Right-padded here; the left-padded prompt of the report is the prompt_response layout's.
     assert tensors["input_ids"].tolist() == [[1, 2, 3, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7]]
     starts = [3, 5]
     for row, start, given in zip(tensors["behavior_log_probs"], starts, case["logprobs"], strict=True):
         assert row[start : start + len(given)].tolist() == given
         assert not torch.count_nonzero(row[:start])
     assert np.array_equal(tensors["loss_mask"].argmax(1), starts)
+    options = Options(pad_token_id=case["pad_id"], full_sequence=True)
+    blocks = prompt_response(batch.rows(), options).arrays
+    assert blocks["input_ids"].tolist() == [[0, 0, 1, 2, 3, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0]]
+    assert blocks["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 0, 0]]
+    assert blocks["behavior_log_probs"][:, 5].tolist() == [-1, -5]

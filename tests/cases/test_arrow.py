@@ -1,13 +1,17 @@
 """Theme: Arrow layouts that read wrongly (cases L*)."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
-from trajstore import Trajectory, TrajectoryBatch, TrajectoryStore
-from trajstore.layouts import Lists, Ragged, packed, padded
+from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStore
+from trajstore.layouts import Lists, Options, Ragged, packed, padded
+from trajstore.plan import Recipe, plan
 from trajstore.query import connect
+from trajstore.selection import seeded_keys
 
 
 def test_L02_a_sliced_list_array_gives_its_own_rows() -> None:
@@ -46,3 +50,16 @@ def test_L03_null_rows_hide_nothing_and_differ_from_empty_ones(tmp_path: Path) -
         "from trajectories"
     )
     assert counted.to_pylist() == [{"n": 2, "given": 1, "total": 0}]
+
+
+def test_L01_more_than_2_31_values_in_one_column(case: Any) -> None:
+    one = pa.ListArray.from_arrays([0, 2**27], pa.array(np.zeros(2**27, np.int8)))
+    column = Ragged.from_arrow(pa.chunked_array([one] * 17))
+    assert column.length.sum() == 2_281_701_376
+    lists = Lists([str(i) for i in range(17)], column.length, np.arange(17), {"ids": column})
+    for rows in plan(lists.lengths, Recipe(4), keys=seeded_keys(lists.keys, 0)):
+        batch = padded(lists.take(rows), Options(max_length=3, truncation_side="left"))
+        assert batch.arrays["ids"].tolist() == [[0, 0, 0]] * len(rows)
+        assert batch.cut_tokens == len(rows) * (2**27 - 3)
+    with pytest.raises(InputError, match="beyond cu_seqlens, which is int32"):
+        packed(lists)

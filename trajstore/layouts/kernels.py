@@ -143,12 +143,15 @@ def _bits(value: float, dtype: np.dtype[Any]) -> int:
 
 
 def _write_in_c(jobs: Sequence[Job]) -> None:
-    keep: list[NDArray[Any]] = []  # arrays made here must outlive the call
+    # By id, as most columns share their places; the arrays made here must outlive the call too.
+    known: dict[int, tuple[NDArray[Any], NDArray[Any], int]] = {}
 
     def pointer(array: NDArray[Any]) -> int:
-        flat = np.ascontiguousarray(array)
-        keep.append(flat)
-        return flat.__array_interface__["data"][0]  # type: ignore[no-any-return]  # an untyped dict
+        found = known.get(id(array))
+        if found is None:
+            flat = np.ascontiguousarray(array)
+            found = known[id(array)] = (array, flat, flat.__array_interface__["data"][0])
+        return found[2]
 
     lines = []
     for job in jobs:
