@@ -419,3 +419,37 @@ def test_the_airline_runs(run: Run) -> None:
     query = "select count(*) n, avg(reward) r, count(distinct group_id) g from trajectories"
     code, out, _ = run("sql", "air", query, "--json")
     assert json.loads(out) == [{"n": 200, "r": 0.42, "g": 50}]
+
+
+def test_sample_explains_what_each_gate_dropped(run: Run, tmp_path: Path) -> None:
+    rows = [row(i, source="hard" if i < 4 else "easy") for i in range(12)]
+    (tmp_path / "a.jsonl").write_text(lines(*rows))
+    run("import", "a.jsonl", "s")
+    gate = ("sample", "s", "-n", "3", "--by", "group_id", "--at", "11", "--max-staleness", "7", "--explain")
+    code, out, _ = run(*gate)
+    assert code == 0
+    assert "dropped all 4 rows of source 'hard'" in out
+    assert "4 to 7 tokens" in out
+    found = json.loads(run(*gate, "--json")[1])
+    tasks = {r["value"]: r["rows_out"] for r in found["gates"] if r["part"] == "task" and r["step"] == 0}
+    assert tasks == {"easy": 8, "hard": 0}
+    assert "group_id 'g0'" in run(*gate, "--task", "group_id")[1]
+
+
+def test_sample_takes_a_frameworks_numbers_weights_groups_and_uses(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(*(row(i) for i in range(12))))
+    run("import", "a.jsonl", "s")
+    at = ("--at", "11", "--max-staleness", "1", "--json")
+
+    def drawn(*options: str) -> list[str]:
+        return [r["id"] for r in json.loads(run("sample", "s", "-n", "9", *options)[1])]
+
+    assert drawn(*at) == ["row-10", "row-11"]
+    assert drawn(*at, "--convention", "verl") == ["row-11"]
+    assert drawn(*at, "--convention", "prime-rl") == ["row-9", "row-10", "row-11"]
+    assert len(drawn("--at", "11", "--weights", "freshness", "--json")) == 9
+    assert run("sample", "s", "--weights", "freshness")[0] == 2
+    groups = drawn("-n", "2", "--whole-groups", "--json")
+    assert len(groups) == 4
+    TrajectoryStore.open("s").record_training_step(0, [f"row-{i}" for i in range(11)])
+    assert drawn("--max-times", "1", "--json") == ["row-11"]

@@ -87,7 +87,7 @@ def test_fresh_is_the_gap_of_the_chosen_version(
             expected.append(row.id)
     scan = store.scan(where=fresh(at=at, max_staleness=limit, gap_of=gap_of))
     assert scan.to_polars()["id"].to_list() == expected
-    (gate,) = scan.explain()
+    (gate,) = scan.gates()
     assert (gate.rows_in, gate.rows_out, gate.dropped) == (40, len(expected), 40 - len(expected))
 
 
@@ -134,7 +134,7 @@ def test_steps_chain_in_order_and_explain_what_they_did(store: TrajectoryStore) 
     gap = [row for row in ROWS if row.version is not None and row.version.version_id >= 3]
     done = [row for row in gap if row.is_complete]
     kept = [row.id for row in done[:4] if row.total_length > 5]
-    gates = scan.explain()
+    gates = scan.gates()
     assert [(gate.rows_in, gate.rows_out) for gate in gates] == [
         (40, len(gap)), (len(gap), len(done)), (len(done), 4), (4, len(kept))
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_steps_chain_in_order_and_explain_what_they_did(store: TrajectoryStore) 
     assert scan.to_polars()["id"].to_list() == kept
     assert store.scan().limit(3).filter("reward >= 1").to_polars()["id"].to_list() == ["r01", "r02"]
     assert store.scan().filter("reward >= 1").limit(0).count() == 0
-    assert store.scan().explain() == []
+    assert store.scan().gates() == []
 
 
 def test_narrowing_a_scan_leaves_the_first_as_it_was(store: TrajectoryStore) -> None:
@@ -233,8 +233,8 @@ def test_a_sample_takes_an_equal_share_of_every_gap(store: TrajectoryStore) -> N
     found = Counter(sample.to_polars()["oldest_version_id"].to_list())
     assert len(found) == 11  # ten versions and the unknown
     assert set(found.values()) == {2}
-    assert sample.explain()[0].label == "stratified_sample(22, by=version_gap, seed=0)"
-    assert (sample.explain()[0].rows_in, sample.count()) == (40, 22)
+    assert sample.gates()[0].label == "stratified_sample(22, by=version_gap, seed=0)"
+    assert (sample.gates()[0].rows_in, sample.count()) == (40, 22)
     order = [IDS.index(id) for id in sample.to_polars()["id"]]
     assert order == sorted(order)  # in order of arrival
 
@@ -303,7 +303,7 @@ def test_a_gate_does_not_open_files_that_cannot_hold_a_row(tmp_path: Path) -> No
     for path in scan.data_files()[:2]:
         Path(path).unlink()
     assert scan.to_polars()["id"].to_list() == ["new"]
-    assert [(gate.rows_in, gate.rows_out) for gate in scan.explain()] == [(10 + len(unknown) + 1, 1)]
+    assert [(gate.rows_in, gate.rows_out) for gate in scan.gates()] == [(10 + len(unknown) + 1, 1)]
 
 
 def test_a_scan_stays_at_its_snapshot(tmp_path: Path) -> None:

@@ -99,8 +99,10 @@ def test_a_data_file_that_went_away_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CorruptFileError, match=path.name):
         connect(store)
-    with pytest.raises(QueryError, match=path.name):
+    with pytest.raises(CorruptFileError, match=path.name):
         connection.sql("select sum(reward) from trajectories")
+    with pytest.raises(QueryError, match=path.name):
+        connection.sql("select tokens from trajectories")
 
 
 # NaN

@@ -114,7 +114,7 @@ def info(store: Store, snapshot: AtSnapshot = None, json: Json = False) -> None:
 @app.command(epilog='Example: trajstore sql air "select group_id, avg(reward) from trajectories group by 1"')
 def sql(
     store: Store,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="SQL over the view trajectories.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="SQL over the views of query/sql.")],
     current_version: Annotated[
         int | None, typer.Option("--at", metavar="V", help="Current policy version, for version_gap.")
     ] = None,
@@ -143,7 +143,28 @@ def sample(
     allocation: Annotated[
         Allocation, typer.Option("--allocation", help="Same share for every stratum, or by size.")
     ] = Allocation.equal,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="COLUMN", help="Draw in proportion to it, or to 'freshness'."),
+    ] = None,
+    whole_groups: Annotated[
+        bool, typer.Option("--whole-groups", help="N counts groups of siblings, which are never split.")
+    ] = False,
+    max_times: Annotated[
+        int | None,
+        typer.Option("--max-times", metavar="K", min=1, help="Only rows trained on fewer than K times."),
+    ] = None,
+    convention: Annotated[
+        str,
+        typer.Option("--convention", metavar="NAME", help="Whose staleness: trajstore, verl, prime-rl, ..."),
+    ] = "trajstore",
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Chooses the draw.")] = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show what each gate dropped, by task and length, not the rows.")
+    ] = False,
+    task: Annotated[
+        str, typer.Option("--task", metavar="COLUMN", help="With --explain: what a task is.")
+    ] = "source",
     snapshot: AtSnapshot = None,
     json: Json = False,
 ) -> None:
@@ -156,7 +177,12 @@ def sample(
         max_staleness=max_staleness,
         where=where,
         allocation=allocation.value,
+        weights=weights,
+        whole_groups=whole_groups,
+        max_times=max_times,
+        convention=convention,
         seed=seed,
+        task=task if explain else None,
         snapshot=snapshot,
         json=json,
     )

@@ -15,7 +15,7 @@ from trajstore import ingest as ingesting
 from trajstore.cli import show
 from trajstore.cli.maintain import reference
 from trajstore.errors import QueryError
-from trajstore.query import connect, fresh, stratified_sample
+from trajstore.query import Explanation, connect, fresh, max_times_sampled, stratified_sample
 from trajstore.schema import FORMAT_VERSION
 from trajstore.selection import Allocation
 from trajstore.store import Scan, TrajectoryStore
@@ -203,23 +203,44 @@ def sample(
     max_staleness: int | None,
     where: str | None,
     allocation: Allocation,
+    weights: str | None,
+    whole_groups: bool,
+    max_times: int | None,
+    convention: str,
     seed: int,
+    task: str | None,
     snapshot: str | None,
     json: bool,
 ) -> None:
-    """`trajstore sample`."""
+    """`trajstore sample`; with a task, what each gate dropped instead of the rows."""
     scan: Scan = _open(store, snapshot).scan()
     if where is not None:
         scan = scan.filter(where)
     if max_staleness is not None:
-        scan = scan.filter(fresh(_current(at, "--max-staleness"), max_staleness))
+        gate = fresh(_current(at, "--max-staleness"), max_staleness, convention=convention)
+        scan = scan.filter(gate)
+    if max_times is not None:
+        scan = max_times_sampled(scan, max_times)
     if by == "version_gap":
         _current(at, "--by version_gap")
-    drawn = stratified_sample(scan, n, by=by, at=at, allocation=allocation, seed=seed)
-    names = ["id", "group_id", "status", "length", "reward", "oldest_version_id", "prompt", "response"]
-    rows = (
-        drawn.columns([*names, *([by] if by not in (*names, "version_gap") else [])]).to_arrow().to_pylist()
+    if weights == "freshness":
+        _current(at, "--weights freshness")
+    drawn = stratified_sample(
+        scan,
+        n,
+        by=by,
+        at=at,
+        allocation=allocation,
+        weights=weights,
+        whole_groups=whole_groups,
+        seed=seed,
     )
+    if task is not None:
+        _explain(drawn.explain(task), json=json)
+        return
+    names = ["id", "group_id", "status", "length", "reward", "oldest_version_id", "prompt", "response"]
+    shown = [*names, *([by] if by in scan.schema.names and by not in names else [])]
+    rows = drawn.columns(shown).to_arrow().to_pylist()
     for row in rows:
         if at is not None:
             oldest = row["oldest_version_id"]
@@ -229,15 +250,50 @@ def sample(
         return
     if not rows:
         show.console().print("no rows:")
-        for gate in drawn.explain():
+        for done in drawn.gates():
             show.console().print(
-                f"  {gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out", markup=False
+                f"  {done.label}: {done.rows_in:,} rows in, {done.rows_out:,} out", markup=False
             )
         return
     for row in rows:
         for name in ("prompt", "response"):
             row[name] = row[name] if len(row[name]) <= TOO_LONG else row[name][: TOO_LONG - 1] + "…"
     show.table(rows)
+
+
+def _explain(explained: Explanation, *, json: bool) -> None:
+    if json:
+        show.as_json({"gates": explained.to_polars().to_dicts(), "warnings": explained.warnings})
+        return
+    rows = [
+        {
+            "gate": gate.label,
+            "part": part,
+            "rows in": share.rows_in,
+            "kept": share.rows_out,
+            "dropped": share.dropped,
+        }
+        for gate in explained
+        for part, share in (
+            *((f"{explained.by} {share.value}", share) for share in gate.by_task),
+            *((f"{share.value[0]} to {share.value[1]} tokens", share) for share in gate.by_length),
+        )
+    ]
+    totals = [
+        {
+            "gate": gate.label,
+            "rows in": gate.rows_in,
+            "kept": gate.rows_out,
+            "dropped": gate.dropped,
+            "mean length kept": round(gate.mean_length_kept, 1),
+            "mean length dropped": round(gate.mean_length_dropped, 1),
+        }
+        for gate in explained
+    ]
+    show.table(totals)
+    show.table(rows)
+    for warning in explained.warnings:
+        show.console().print(f"warning: {warning}", markup=False)
 
 
 def _current(at: int | None, why: str) -> int:

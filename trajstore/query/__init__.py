@@ -1,7 +1,26 @@
 """Owns asking: gates, samplers and SQL over a store or a scan; knows no tensors."""
 
-from trajstore.query.sampling import stratified_sample
+from trajstore.query.expressions import Traj
+from trajstore.query.sampling import informative_groups, max_times_sampled, stratified_sample
 from trajstore.query.sql import Connection, connect
-from trajstore.selection import Fresh, fresh
+from trajstore.query.staleness import CONVENTIONS, Convention, fresh, mask_stale_tokens, trainable
+from trajstore.selection import Fresh
+from trajstore.selection.explain import Explanation, Gate, Share
 
-__all__ = ["Connection", "Fresh", "connect", "fresh", "stratified_sample"]
+__all__ = [
+    "CONVENTIONS",
+    "Connection",
+    "Convention",
+    "Explanation",
+    "Fresh",
+    "Gate",
+    "Share",
+    "Traj",
+    "connect",
+    "fresh",
+    "informative_groups",
+    "mask_stale_tokens",
+    "max_times_sampled",
+    "stratified_sample",
+    "trainable",
+]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trajstore.codec import check, conform
 from trajstore.errors import ConflictError, QueryError, ValidationError
 from trajstore.schema import BY_NAME, Column
-from trajstore.selection import VERSION_OF, Fresh, GapOf, fresh
+from trajstore.selection import VERSION_OF, GapOf, Stale, fresh
 from trajstore.store import files, side
 from trajstore.store.datafile import DataFile, LogFile
 from trajstore.store.files import NAME, FileWriter, storage_errors
@@ -102,19 +102,19 @@ class Maintenance:
 
         Files in which every row is stale go by the log's statistics alone.
         """
-        gate = fresh(current_version, max_staleness, gap_of=gap_of)
+        at = fresh(current_version, max_staleness, gap_of=gap_of).at
 
         def plan(table: Table) -> _Plan:
-            column = VERSION_OF[gap_of]
-            lowest = gate.at - gate.max_staleness
+            column = VERSION_OF[gap_of]  # of the mean the log has no statistics
+            lowest = at - max_staleness
             whole = [
                 file
                 for file in table.files()
                 if file.nulls.get(column) == 0 and file.high.get(column, lowest) < lowest
             ]
             gone = {file.name for file in whole}
-            mixed = [f for f in table.files() if f.name not in gone and f.low.get(column, lowest) < lowest]
-            plan = _without(table, Scan(table, only=mixed).filter(_stale(gate)))
+            mixed = [file for file in table.files() if file.name not in gone]
+            plan = _without(table, Scan(table, only=mixed).filter(Stale(at, max_staleness, gap_of)))
             return _Plan([*whole, *plan.remove], plan.add, plan.rows + sum(file.rows for file in whole))
 
         return self._rewrite("remove_stale", plan)
@@ -294,12 +294,6 @@ def _without(table: Table, doomed: Scan) -> _Plan:
 
 def _kept(table: Table, file: LogFile, keep: NDArray[np.bool_]) -> pa.Table:
     return _stamped(table, file).filter(pa.array(keep))
-
-
-def _stale(gate: Fresh) -> Any:
-    import polars as pl
-
-    return pl.col(VERSION_OF[gate.gap_of]) < gate.at - gate.max_staleness
 
 
 def _with_values(table: Table, ids: list[str], columns: Mapping[str, Sequence[Any]]) -> _Plan:

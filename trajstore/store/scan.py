@@ -17,10 +17,14 @@ from trajstore.batch import TrajectoryBatch, pad_values
 from trajstore.errors import QueryError
 from trajstore.layouts import Ragged, Rows
 from trajstore.selection import Limit, Step, Where
+from trajstore.selection.derived import PER_SNAPSHOT
+from trajstore.selection.explain import Account, Explanation, Gate
+from trajstore.selection.steps import evaluate, scalar, scalar_columns
 from trajstore.store import files
 from trajstore.store.cache import CacheUse, ColumnCache
 from trajstore.store.datafile import DataFile, LogFile
 from trajstore.store.place import Place
+from trajstore.store.scalars import ARRIVED, Frame, ScalarCache
 from trajstore.store.table import Table
 from trajstore.trajectory import Trajectory
 
@@ -29,37 +33,26 @@ if TYPE_CHECKING:
 
 Int64s = NDArray[np.int64]
 
-_ORDER = ("ingest_snapshot", "writer_id", "writer_seq")
-_FILE, _ROW = "__file", "__row"
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What one step of a scan did.
-
-    Attributes:
-        label: the step.
-        rows_in, rows_out: rows before and after it.
-    """
-
-    label: str
-    rows_in: int
-    rows_out: int
-
-    @property
-    def dropped(self) -> int:
-        """Rows the step left out."""
-        return self.rows_in - self.rows_out
-
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Rows in order of arrival: `row[i]` of `files[file[i]]`."""
+    """Rows in order of arrival: the frame's rows at `rows`, all of them when it is None."""
 
-    files: list[LogFile]
-    file: Int64s
-    row: Int64s
+    frame: Frame
+    rows: Int64s | None
     gates: list[Gate]
+
+    def __len__(self) -> int:
+        return len(self.frame) if self.rows is None else len(self.rows)
+
+    def of(self, column: Int64s) -> Int64s:
+        """A column of the frame at the chosen rows."""
+        return column if self.rows is None else column[self.rows]
+
+    def part(self, start: int, stop: int) -> _Chosen:
+        """Some of the rows."""
+        rows = np.arange(len(self.frame)) if self.rows is None else self.rows
+        return _Chosen(self.frame, rows[start:stop], [])
 
 
 class Scan:
@@ -75,8 +68,10 @@ class Scan:
         columns: Sequence[str] | None = None,
         *,
         only: Sequence[LogFile] | None = None,
+        scalars: ScalarCache | None = None,
     ) -> None:
         self._table = table
+        self._scalars = ScalarCache() if scalars is None else scalars
         self._only = None if only is None else tuple(only)
         self._steps = tuple(steps)
         self._columns = None if columns is None else tuple(columns)
@@ -98,6 +93,11 @@ class Scan:
         return self._table.snapshot
 
     @property
+    def place(self) -> Place:
+        """Where the table is; its side tables are below it."""
+        return self._table.place
+
+    @property
     def schema(self) -> pa.Schema:
         """Columns that the terminal verbs give."""
         names = self._columns or self._table.schema.names
@@ -117,7 +117,7 @@ class Scan:
 
     def then(self, step: Step) -> Scan:
         """The scan narrowed by one more step."""
-        return Scan(self._table, (*self._steps, step), self._columns, only=self._only)
+        return Scan(self._table, (*self._steps, step), self._columns, only=self._only, scalars=self._scalars)
 
     def filter(self, where: Any) -> Scan:
         """Keeps rows for which `where` is true.
@@ -141,7 +141,7 @@ class Scan:
 
     def columns(self, names: Sequence[str]) -> Scan:
         """Reads only these columns."""
-        scan = Scan(self._table, self._steps, names, only=self._only)
+        scan = Scan(self._table, self._steps, names, only=self._only, scalars=self._scalars)
         scan._chosen = self._chosen  # the rows are the same ones
         return scan
 
@@ -151,11 +151,36 @@ class Scan:
         """Number of rows; without steps it is read from the log alone."""
         if not self._steps:
             return sum(file.rows for file in self._files())
-        return len(self._choose().row)
+        return len(self._choose())
 
-    def explain(self) -> list[Gate]:
-        """What every step did, in order."""
+    def gates(self) -> list[Gate]:
+        """How many rows every step let through, in order; files that a gate rules out are not opened."""
         return self._choose().gates
+
+    def explain(self, by: Any = "source") -> Explanation:
+        """How many rows every step dropped, by task and by length: what a gate starves, and how it biases.
+
+        The scalars of all files are read, also of files that a gate could have ruled out.
+
+        Args:
+            by: what a task is: a scalar column, `metadata.key`, a polars expression, or None for no tasks.
+
+        Raises:
+            QueryError: it is no scalar.
+        """
+        task = None if by is None else scalar(by)
+        names = set() if task is None else scalar_columns(task, self._scalar_types())
+        frame = self._scalars.frame(self._table.place, self._files(), self._table.schema)
+        seen = frame.columns(sorted(names | {"length"}))
+        tasks = None if task is None else evaluate(task, seen, str(by))
+        account = Account(tasks, seen["length"].to_numpy().astype(np.int64))
+        rows = np.arange(len(frame))
+        gates = []
+        for step in self._steps:
+            kept = self._step(step, frame, rows)
+            gates.append(account.gate(step.label, rows, kept))
+            rows = kept
+        return Explanation(tuple(gates), str(by))
 
     def to_arrow(self) -> pa.Table:
         """The rows as an Arrow table."""
@@ -182,10 +207,9 @@ class Scan:
         if batch_size < 1:
             raise QueryError(f"batch_size is {batch_size}, expected at least 1")
         chosen = self._choose()
-        for start in range(0, len(chosen.row), batch_size):
-            part = slice(start, start + batch_size)
-            rows = _Chosen(chosen.files, chosen.file[part], chosen.row[part], [])
-            yield TrajectoryBatch.from_arrow(self._gather(rows, self.schema))
+        for start in range(0, len(chosen), batch_size):
+            part = chosen.part(start, start + batch_size)
+            yield TrajectoryBatch.from_arrow(self._gather(part, self.schema))
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """The row source that loaders take: scalars of a batch and addresses of these list columns.
@@ -193,19 +217,19 @@ class Scan:
         They come from the column cache, decoded there first if they are new to it.
         """
         known = self._table.schema
-        names = [n for n in dict.fromkeys((*layouts.SCALARS, *columns)) if n in known.names]
+        fields = [known.field(n) for n in dict.fromkeys((*layouts.SCALARS, *columns)) if n in known.names]
+        scalars = pa.schema([f for f in fields if not pa.types.is_nested(f.type)])
         chosen = self._choose()
-        used = np.unique(chosen.file)
-        table, self.cache_use = ColumnCache().open(
-            self._table.place, [chosen.files[i] for i in used], pa.schema([known.field(n) for n in names])
-        )
-        first = np.zeros(len(chosen.files), np.int64)
-        first[used] = np.cumsum([0, *(chosen.files[i].rows for i in used)])[:-1]
-        position = first[chosen.file] + chosen.row
-        flat = [n for n in names if not pa.types.is_large_list(table.schema.field(n).type)]
-        scalars = _take(table.select(flat), position)
-        lists = {n: Ragged.from_arrow(table.column(n), n).take(position) for n in names if n not in flat}
-        return replace(Rows.from_arrow(scalars, pad_values(known)), columns=lists)
+        file_of = chosen.of(chosen.frame.file)
+        used = np.unique(file_of)
+        kept = [chosen.frame.files[i] for i in used]
+        lists = pa.schema([f for f in fields if pa.types.is_nested(f.type)])
+        table, self.cache_use = ColumnCache().open(self._table.place, kept, lists)
+        first = np.zeros(len(chosen.frame.files), np.int64)
+        first[used] = np.cumsum([0, *(file.rows for file in kept)])[:-1]
+        position = first[file_of] + chosen.of(chosen.frame.row)
+        found = {f.name: Ragged.from_arrow(table.column(f.name), f.name).take(position) for f in lists}
+        return replace(Rows.from_arrow(self._scalar_table(chosen, scalars), pad_values(known)), columns=found)
 
     def data_files(self) -> list[str]:
         """Paths of the files the snapshot is made of, for readers of one's own."""
@@ -226,9 +250,8 @@ class Scan:
     def places(self) -> list[tuple[LogFile, Int64s]]:
         """Where the rows are: each data file that holds any, and their positions in it."""
         chosen = self._choose()
-        return [
-            (chosen.files[number], chosen.row[chosen.file == number]) for number in np.unique(chosen.file)
-        ]
+        file, row = chosen.of(chosen.frame.file), chosen.of(chosen.frame.row)
+        return [(chosen.frame.files[number], row[file == number]) for number in np.unique(file)]
 
     @property
     def is_whole(self) -> bool:
@@ -251,51 +274,47 @@ class Scan:
 
     def _narrow(self) -> _Chosen:
         all_files = self._files()
-        total = sum(file.rows for file in all_files)
         types = self._scalar_types()
-        needed = {*_ORDER}.union(*(step.columns(types) for step in self._steps))
-        kept_files = [file for file in all_files if self._steps == () or _may_hold(file, self._steps[0])]
-        frame = self._frame(kept_files, needed)
+        needed = set().union(*(step.columns(types) for step in self._steps))
+        whole = not self._steps or bool(needed & PER_SNAPSHOT.keys())
+        kept = all_files if whole else [file for file in all_files if _may_hold(file, self._steps[0])]
+        frame = self._scalars.frame(self._table.place, kept, self._table.schema)
+        frame.columns(sorted(needed))  # in one go: a file is opened once for all steps
+        rows: Int64s | None = None
+        count = sum(file.rows for file in all_files)
         gates = []
-        for i, step in enumerate(self._steps):
-            rows_in = total if i == 0 else len(frame)
-            frame = frame[step.keep(frame)]
-            gates.append(Gate(step.label, rows_in, len(frame)))
-        return _Chosen(kept_files, frame[_FILE].to_numpy(), frame[_ROW].to_numpy(), gates)
+        for step in self._steps:
+            rows = self._step(step, frame, rows)
+            gates.append(Gate(step.label, count, len(rows)))
+            count = len(rows)
+        return _Chosen(frame, rows, gates)
 
-    def _frame(self, kept: Sequence[LogFile], names: set[str]) -> pl.DataFrame:
-        """Scalars of every row of these files, in order of arrival, with the row's place."""
-        import polars as pl
-
-        schema = pa.schema([f for f in self._table.schema if f.name in names])
-        parts = []
-        for number, file in enumerate(kept):
-            part = pl.from_arrow(files.read(self._table.place, file, schema))
-            assert isinstance(part, pl.DataFrame)
-            parts.append(
-                part.with_columns(
-                    pl.lit(number, pl.Int64).alias(_FILE),
-                    pl.int_range(len(part), dtype=pl.Int64).alias(_ROW),
-                    pl.col("ingest_snapshot").fill_null(file.snapshot),
-                )
-            )
-        empty = pl.from_arrow(schema.empty_table())
-        assert isinstance(empty, pl.DataFrame)
-        empty = empty.with_columns(pl.lit(0, pl.Int64).alias(_FILE), pl.lit(0, pl.Int64).alias(_ROW))
-        return pl.concat([empty, *parts]).sort(_ORDER, maintain_order=True)
+    def _step(self, step: Step, frame: Frame, rows: Int64s | None) -> Int64s:
+        """Positions that stay after one step more."""
+        # A step that looks at nothing still has to see how many rows there are.
+        names = sorted(step.columns(self._scalar_types())) or ["writer_seq"]
+        seen = frame.columns(names)
+        if "ingest_snapshot" in names:  # a fresh file does not say which snapshot brought it: the log does
+            seen = seen.with_columns(frame.columns([ARRIVED])[ARRIVED].alias("ingest_snapshot"))
+        if rows is None:
+            return step.keep(seen)
+        return rows[step.keep(seen[rows])]
 
     def _read(self, schema: pa.Schema) -> pa.Table:
         return self._gather(self._choose(), schema)
 
     def _gather(self, chosen: _Chosen, schema: pa.Schema) -> pa.Table:
         """The chosen rows in their order: each file is read once, then runs of rows are put in place."""
+        if not any(pa.types.is_nested(f.type) for f in schema):
+            return self._scalar_table(chosen, schema)
         tables: list[pa.Table] = []
-        position = np.empty(len(chosen.row), np.int64)
+        file_of, row_of = chosen.of(chosen.frame.file), chosen.of(chosen.frame.row)
+        position = np.empty(len(chosen), np.int64)
         done = 0
-        for number in np.unique(chosen.file):
-            mine = np.nonzero(chosen.file == number)[0]
-            rows, back = np.unique(chosen.row[mine], return_inverse=True)
-            file = chosen.files[number]
+        for number in np.unique(file_of):
+            mine = np.nonzero(file_of == number)[0]
+            rows, back = np.unique(row_of[mine], return_inverse=True)
+            file = chosen.frame.files[number]
             whole = len(rows) == file.rows
             tables.append(files.read(self._table.place, file, schema, None if whole else rows))
             position[mine] = done + back
@@ -306,6 +325,14 @@ class Scan:
         if (position == np.arange(len(position))).all():
             return table
         return _take(table, position)
+
+    def _scalar_table(self, chosen: _Chosen, schema: pa.Schema) -> pa.Table:
+        """Scalar columns of the chosen rows, from what the handle has decoded already."""
+        frame = chosen.frame.columns(schema.names)
+        if chosen.rows is not None:
+            frame = frame[chosen.rows]
+        table = frame.to_arrow()
+        return pa.Table.from_arrays([table.column(f.name).cast(f.type) for f in schema], schema=schema)
 
 
 def _reopened(

@@ -124,6 +124,11 @@ def ledger(store: Place) -> pa.Table:
     return _read(store, "ledger", LEDGER).sort_by(order)
 
 
+def recorded(store: Place) -> pa.Table:
+    """The ledger in the order in which it was written: what was there before stays where it is."""
+    return _read(store, "ledger", LEDGER)
+
+
 def kept_snapshots(store: Place) -> set[int]:
     """Snapshots that a tag or the ledger refers to."""
     return {*tags(store).values(), *_read(store, "ledger", LEDGER)["snapshot"].to_pylist()}

@@ -20,6 +20,7 @@ from trajstore.store.append import Appendable, Commit, OnError, append
 from trajstore.store.datafile import Snapshot
 from trajstore.store.maintenance import Maintenance
 from trajstore.store.place import Place
+from trajstore.store.scalars import ScalarCache
 from trajstore.store.scan import Scan
 from trajstore.store.table import Table
 from trajstore.store.writer import StoreWriter
@@ -40,8 +41,9 @@ class TrajectoryStore:
     made. Do not fork a process that holds an open store: spawn, and open it there.
     """
 
-    def __init__(self, place: Place, table: Table) -> None:
+    def __init__(self, place: Place, table: Table, scalars: ScalarCache | None = None) -> None:
         self._place = place
+        self._scalars = ScalarCache() if scalars is None else scalars
         self._table = table
         self._writer_id = uuid.uuid4().hex
         self._batch_no = 0
@@ -130,7 +132,7 @@ class TrajectoryStore:
         Raises:
             QueryError: the predicate cannot be read or looks at a list column; no such column.
         """
-        scan = Scan(self._newest(), columns=columns)
+        scan = Scan(self._newest(), columns=columns, scalars=self._scalars)
         return scan if where is None else scan.filter(where)
 
     def count(self) -> int:
@@ -151,7 +153,7 @@ class TrajectoryStore:
         Raises:
             QueryError: there is no such snapshot.
         """
-        return type(self)(self._place, Table.open(self._place, self._number(snapshot)))
+        return type(self)(self._place, Table.open(self._place, self._number(snapshot)), self._scalars)
 
     def _number(self, snapshot: int | str | datetime) -> int:
         if isinstance(snapshot, int):

@@ -1,0 +1,296 @@
+"""Selection and SQL against hand-written DuckDB, polars and pandas over the same Parquet, and a Python deque.
+
+python tests/bench/query.py [--rows 1000000] [--tokens 64] [--rounds 7]
+
+Contenders are interleaved round by round in one process; numbers are medians of process CPU milliseconds.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+
+from trajstore import TrajectoryStore, plan
+from trajstore.codec import id_hashes
+from trajstore.query import connect, fresh, stratified_sample
+from trajstore.schema import ROW_SCHEMA
+
+AT, VERSIONS, LIMIT, N = 200, 200, 20, 1024
+
+
+def rows(first: int, versions: Any, tokens: int, rng: np.random.Generator) -> pa.RecordBatch:
+    """Rows of about `tokens` tokens each, in the columns of a store."""
+    count = len(versions)
+    lengths = np.clip(rng.lognormal(np.log(tokens * 0.88), 0.5, count), 4, 8 * tokens).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(offsets[-1])
+    ids = [f"row-{first + i:08}" for i in range(count)]
+    log_probs = rng.normal(-1, 0.5, total).astype(np.float32)
+
+    def lists(values: Any, name: str) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, values, type=ROW_SCHEMA.field(name).type)
+
+    mask = (np.arange(total) - np.repeat(offsets[:-1], lengths) >= 2).astype(np.int8)
+    known: dict[str, Any] = {
+        "id": ids,
+        "id_hash": id_hashes(ids),
+        "group_id": [f"g{(first + i) // 8}" for i in range(count)],
+        "prompt": [""] * count,
+        "response": [""] * count,
+        "tokens": lists(rng.zipf(1.3, total).clip(0, 50_000).astype(np.int32), "tokens"),
+        "prompt_length": np.full(count, 2, np.int32),
+        "response_length": lengths - 2,
+        "length": lengths,
+        "loss_mask": lists(mask, "loss_mask"),
+        "log_probs": lists(log_probs, "log_probs"),
+        "behavior_log_probs": lists(
+            log_probs + rng.normal(0, 0.1, total).astype(np.float32), "behavior_log_probs"
+        ),
+        "reward": rng.random(count),
+        "version_id": versions,
+        "oldest_version_id": versions,
+        "newest_version_id": versions,
+        "version_known": ["exact"] * count,
+        "status": ["completed"] * count,
+        "generation_time_ms": np.zeros(count),
+        "tokens_retokenized": np.zeros(count, bool),
+    }
+    columns = [
+        pa.array(known[f.name], f.type) if f.name in known else pa.nulls(count, f.type) for f in ROW_SCHEMA
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=ROW_SCHEMA)
+
+
+def make(path: Path, count: int, tokens: int, *, shuffled: bool) -> TrajectoryStore:
+    rng = np.random.default_rng(0)
+    versions = np.sort(rng.integers(0, VERSIONS, count))
+    if shuffled:
+        rng.shuffle(versions)
+    store = TrajectoryStore.create(path)
+    step = max(1, min(100_000, count // 10))
+    for first in range(0, count, step):
+        store.append(rows(first, versions[first : first + step], tokens, rng))
+    return store
+
+
+def race(title: str, contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """CPU median of each in ms; what they return is compared."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):  # the first round warms
+        for name, run in contenders.items():
+            start = time.process_time()
+            run()
+            if number:
+                taken[name].append((time.process_time() - start) * 1e3)
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    print(f"\n{title}")
+    for name, value in medians.items():
+        print(f"  {name:44} {value:10.2f} ms")
+    return medians
+
+
+def verdict(medians: dict[str, float], best: list[str], ours: str, ratio: float, slack: float = 5.0) -> None:
+    least = min(medians[name] for name in best)
+    allowed = ratio * least + slack
+    word = "ok" if medians[ours] <= allowed else "SHORT"
+    asked = f"at most {ratio}x + {slack:.0f} ms = {allowed:.2f} ms"
+    print(f"  -> {ours}: {medians[ours]:.2f} ms, asked: {asked}: {word}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--store", type=Path, help="keep the store here, and use the one that is there")
+    options = parser.parse_args()
+    folder = options.store or Path(tempfile.mkdtemp())
+    if (folder / "ordered").exists():
+        store = TrajectoryStore.open(folder / "ordered")
+    else:
+        store = make(folder / "ordered", options.rows, options.tokens, shuffled=False)
+    files = store.scan().data_files()
+    megabytes = sum(Path(f).stat().st_size for f in files) / 1e6
+    print(f"{store.count():,} rows, {len(files)} files, {megabytes:.0f} MB")
+    own = duckdb.connect()
+    own.execute(f"create view t as select * from read_parquet({files!r})")
+    lazy = pl.scan_parquet(files, hive_partitioning=False)
+    sql = connect(store, current_version=AT)
+    arrow = store.scan(columns=["oldest_version_id"]).to_arrow()["oldest_version_id"]
+    queue = deque((v, i) for i, v in enumerate(arrow.to_pylist()))
+    rounds = options.rounds
+
+    def counted(query: str) -> Callable[[], Any]:
+        return lambda: own.execute(query).fetchall()
+
+    found = race(
+        "staleness filter + count",
+        {
+            "trajstore": lambda: store.scan(where=fresh(AT, LIMIT)).count(),
+            "trajstore sql": lambda: sql.sql(
+                f"select count(*) from trajectories where version_gap <= {LIMIT}"
+            ),
+            "duckdb": counted(f"select count(*) from t where {AT} - oldest_version_id <= {LIMIT}"),
+            "polars": lambda: (
+                lazy.filter(AT - pl.col("oldest_version_id") <= LIMIT).select(pl.len()).collect()
+            ),
+            "pandas": lambda: (
+                AT - pd.concat(pd.read_parquet(f, columns=["oldest_version_id"]) for f in files) <= LIMIT
+            ).sum(),
+            "deque": lambda: sum(1 for v, _ in queue if AT - v <= LIMIT),
+        },
+        rounds,
+    )
+    verdict(found, ["duckdb", "polars"], "trajstore", 1.3)
+    verdict(found, ["duckdb", "polars"], "trajstore sql", 2.5)
+    verdict(found, ["pandas", "deque"], "trajstore", 1.0, 0.0)
+
+    found = race(
+        "gap histogram",
+        {
+            "trajstore": lambda: (
+                store.scan(columns=["oldest_version_id"])
+                .to_polars()
+                .group_by(AT - pl.col("oldest_version_id"))
+                .len()
+            ),
+            "trajstore sql": lambda: sql.sql("select version_gap, count(*) from trajectories group by 1"),
+            "duckdb": counted(f"select {AT} - oldest_version_id, count(*) from t group by 1"),
+            "polars": lambda: lazy.group_by(AT - pl.col("oldest_version_id")).len().collect(),
+            "pandas": lambda: pd.concat(
+                pd.read_parquet(f, columns=["oldest_version_id"]) for f in files
+            ).value_counts(),
+            "deque": lambda: Counter(AT - v for v, _ in queue),
+        },
+        rounds,
+    )
+    verdict(found, ["duckdb", "polars"], "trajstore", 1.3)
+    verdict(found, ["duckdb", "polars"], "trajstore sql", 2.5)
+    verdict(found, ["pandas", "deque"], "trajstore", 1.0, 0.0)
+
+    by = pl.col("oldest_version_id") // 25
+    each = N // 8
+    ranked_sql = (
+        "select id from (select id, row_number() over (partition by oldest_version_id // 25"
+        f" order by hash(xor(id_hash, 7))) as r from {{}}) where r <= {each}"
+    )
+    found = race(
+        f"stratified {N} of 8 strata, hash-ranked",
+        {
+            "trajstore": lambda: stratified_sample(store.scan(), N, by=by, seed=7).count(),
+            "trajstore sql": lambda: sql.sql(ranked_sql.format("trajectories")),
+            "duckdb": counted(ranked_sql.format("t")),
+            "polars": lambda: (
+                lazy.select("id", "id_hash", stratum=by)
+                .filter((pl.col("id_hash") ^ 7).hash().rank("ordinal").over("stratum") <= each)
+                .collect()
+            ),
+            "pandas": lambda: (
+                pd.concat(pd.read_parquet(f, columns=["id", "id_hash", "oldest_version_id"]) for f in files)
+                .assign(s=lambda d: d.oldest_version_id // 25, h=lambda d: d.id_hash ^ 7)
+                .sort_values("h")
+                .groupby("s")
+                .head(each)
+            ),
+        },
+        rounds,
+    )
+    verdict(found, ["duckdb", "polars"], "trajstore", 1.3)
+    verdict(found, ["duckdb", "polars"], "trajstore sql", 2.5)
+
+    size = 256
+    padded = (
+        f"select 1 - sum(n)::double / sum(c * m) from (select sum(length) n, count(*) c, max(length) m from"
+        f" (select length, (row_number() over () - 1) // {size} as b from {{}}) group by b)"
+    )
+
+    def ours() -> float:
+        lengths = store.scan(columns=["length"]).to_arrow()["length"].to_numpy().astype(np.int64)
+        return plan.plan(lengths, plan.Recipe(batch_size=size)).padding_ratio(lengths)
+
+    found = race(
+        f"padding ratio, batches of {size} in row order",
+        {
+            "trajstore": ours,
+            "trajstore sql": lambda: sql.sql(padded.format("trajectories")),
+            "duckdb": counted(padded.format("t")),
+            "polars": lambda: (
+                lazy.select("length")
+                .with_row_index()
+                .group_by(pl.col("index") // size)
+                .agg(n=pl.col("length").sum(), c=pl.len(), m=pl.col("length").max())
+                .select(1 - pl.col("n").sum() / (pl.col("c").cast(pl.Int64) * pl.col("m")).sum())
+                .collect()
+            ),
+        },
+        rounds,
+    )
+    verdict(found, ["duckdb", "polars"], "trajstore", 1.3)
+    verdict(found, ["duckdb", "polars"], "trajstore sql", 2.5)
+
+    importance(store, own, max(2, rounds // 3))
+    pruning(folder, options, max(2, rounds // 3))
+
+
+def importance(store: TrajectoryStore, own: Any, rounds: int) -> None:
+    """Mean importance ratio over trained tokens: flat buffers in blocks, against unnest."""
+    names = ("log_probs", "behavior_log_probs", "loss_mask")
+    source = store.scan().rows(names)
+
+    def flat() -> float:
+        total = count = 0.0
+        for p, q, m in zip(*(source.columns[name].chunks for name in names), strict=True):
+            for at in range(0, len(p), 1 << 16):
+                kept = m[at : at + (1 << 16)] > 0
+                ratio = np.exp(p[at : at + (1 << 16)] - q[at : at + (1 << 16)])
+                total += float(ratio[kept].sum(dtype=np.float64))
+                count += int(kept.sum())
+        return total / count
+
+    unnested = (
+        "select avg(exp(p - q)) from (select unnest(log_probs) p, unnest(behavior_log_probs) q,"
+        " unnest(loss_mask) m from t) where m = 1"
+    )
+    found = race(
+        "mean importance ratio",
+        {"flat buffers (decoded)": flat, "duckdb unnest": lambda: own.execute(unnested).fetchall()},
+        rounds,
+    )
+    times = found["duckdb unnest"] / found["flat buffers (decoded)"]
+    print(f"  -> {times:.1f}x faster, asked: 3x: {'ok' if times >= 3 else 'SHORT'}")
+
+
+def pruning(folder: Path, options: argparse.Namespace, rounds: int) -> None:
+    """A staleness gate over all columns: files in version order against shuffled ones."""
+    stores = {}
+    for name in ("ordered-small", "shuffled-small"):
+        path = folder / name
+        stores[name] = (
+            TrajectoryStore.open(path)
+            if path.exists()
+            else make(path, options.rows // 5, options.tokens, shuffled=name.startswith("shuffled"))
+        )
+    found = race(
+        "staleness gate, all columns (a fifth of the rows)",
+        {
+            name: (lambda store=store: store.scan(where=fresh(AT, LIMIT)).to_arrow())
+            for name, store in stores.items()
+        },
+        rounds,
+    )
+    times = found["shuffled-small"] / found["ordered-small"]
+    print(f"  -> version order is {times:.1f}x faster, asked: 4x: {'ok' if times >= 4 else 'SHORT'}")
+
+
+if __name__ == "__main__":
+    main()
