@@ -48,7 +48,7 @@ def test_it_lists_and_frees(run: Run, tmp_path: Path) -> None:
     both, one = listed(run), listed(run, "one")
     assert [len(both["files"]), len(one["files"])] == [2, 1]
     assert both["bytes"] == sum(p.stat().st_size for p in (tmp_path / "cache").rglob("*.arrow"))
-    assert one["files"][0]["columns"] == 7
+    assert one["files"][0]["columns"] == 1
     code, out, _ = run("ls")
     assert code == 0
     assert all(file["data_file"] in out for file in both["files"])

@@ -233,20 +233,19 @@ class Scan:
         They come from the column cache, decoded there first if they are new to it.
         """
         known = self._table.schema
-        names = [n for n in dict.fromkeys((*layouts.SCALARS, *columns)) if n in known.names]
+        fields = [known.field(n) for n in dict.fromkeys((*layouts.SCALARS, *columns)) if n in known.names]
+        scalars = pa.schema([f for f in fields if not pa.types.is_nested(f.type)])
         chosen = self._choose()
-        files_, file = chosen.frame.files, chosen.of(chosen.frame.file)
-        used = np.unique(file)
-        table, self.cache_use = ColumnCache().open(
-            self._table.place, [files_[i] for i in used], pa.schema([known.field(n) for n in names])
-        )
-        first = np.zeros(len(files_), np.int64)
-        first[used] = np.cumsum([0, *(files_[i].rows for i in used)])[:-1]
-        position = first[file] + chosen.of(chosen.frame.row)
-        flat = [n for n in names if not pa.types.is_large_list(table.schema.field(n).type)]
-        scalars = _take(table.select(flat), position)
-        lists = {n: Ragged.from_arrow(table.column(n), n).take(position) for n in names if n not in flat}
-        return replace(Rows.from_arrow(scalars, pad_values(known)), columns=lists)
+        file_of = chosen.of(chosen.frame.file)
+        used = np.unique(file_of)
+        kept = [chosen.frame.files[i] for i in used]
+        lists = pa.schema([f for f in fields if pa.types.is_nested(f.type)])
+        table, self.cache_use = ColumnCache().open(self._table.place, kept, lists)
+        first = np.zeros(len(chosen.frame.files), np.int64)
+        first[used] = np.cumsum([0, *(file.rows for file in kept)])[:-1]
+        position = first[file_of] + chosen.of(chosen.frame.row)
+        found = {f.name: Ragged.from_arrow(table.column(f.name), f.name).take(position) for f in lists}
+        return replace(Rows.from_arrow(self._scalar_table(chosen, scalars), pad_values(known)), columns=found)
 
     def data_files(self) -> list[str]:
         """Paths of the files the snapshot is made of, for readers of one's own."""
