@@ -1,269 +1,64 @@
-"""Addresses of list columns, and padding against a reference written from the design in plain Python."""
+"""The padded layout, against the reference and by example."""
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import InputError, ValidationError
-from trajstore.layouts import ON_REQUEST, SCALARS, TENSORS, Ragged, Rows, pad, padded, padding_ratio, to_torch
-from trajstore.schema import BY_NAME, Column, list_of
-
-Row = dict[str, Any]
-
-FLOATS = ("log_probs", "behavior_log_probs", "advantages", "returns")
-PADS = {"entropy": -5.0, "flags": 1.0}
-SCHEMA = pa.schema(
-    [
-        *(BY_NAME[name].field for name in SCALARS),
-        *(BY_NAME[name].field for name in ("tokens", "attention_mask", "loss_mask", "action_mask")),
-        *(BY_NAME[name].field for name in (*FLOATS, "values")),
-        Column("entropy", list_of(pa.float64()), "token", pad=PADS["entropy"]).field,
-        Column("flags", list_of(pa.bool_()), "token", pad=PADS["flags"]).field,
-        BY_NAME["version_segments"].field,
-    ]
-)  # fmt: skip
-
-
-def lists(ragged: Ragged) -> list[list[Any] | None]:
-    rows = [ragged.row(i) for i in range(len(ragged))]
-    return [None if row is None else row.tolist() for row in rows]
+from tests.layouts.reference import (
+    EXTRA,
+    FLOATS,
+    PADS,
+    Row,
+    any_options,
+    batch_rows,
+    block,
+    bounds_of,
+    dtype_of,
+    fill_of,
+    kept,
+    row,
+    rows_of,
+    same,
+    table_of,
+)
+from tests.layouts.test_ragged import lists
+from trajstore import InputError, LengthMismatchError, ValidationError
+from trajstore.layouts import ON_REQUEST, TENSORS, Options, Rows, padded, padding_ratio, to_torch
 
 
-# Addresses
-
-
-@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
-def test_every_row_is_where_its_address_says(kind: Callable[[pa.DataType], pa.DataType]) -> None:
-    values = [[1, 2], None, [], [3], [4, 5, 6], None]
-    array = pa.array(values, kind(pa.int32()))
-    assert lists(Ragged.from_arrow(array)) == values
-    assert lists(Ragged.from_arrow(array.slice(2, 3))) == values[2:5]
-    assert lists(Ragged.from_arrow(array.slice(5))) == values[5:]
-    assert lists(Ragged.from_arrow(array.slice(6))) == []
-
-
-def test_chunks_and_their_slices_keep_their_own_values() -> None:
-    column = pa.chunked_array(
-        [
-            pa.array([[9, 9], [1], None], list_of(pa.int32())).slice(1),
-            pa.array([], list_of(pa.int32())),
-            pa.array([[2, 3], [], [8]], list_of(pa.int32())).slice(0, 2),
-        ]
-    )
-    ragged = Ragged.from_arrow(column)
-    assert lists(ragged) == [[1], None, [2, 3], []]
-    assert lists(ragged.take(np.array([2, 0, 2, 1]))) == [[2, 3], [1], [2, 3], None]
-
-
-def test_a_null_row_does_not_lend_its_hidden_values() -> None:
-    mask = pa.array([False, True, False])
-    array = pa.ListArray.from_arrays(
-        pa.array([0, 2, 4, 6], pa.int32()), pa.array([1, 2, 9, 9, 3, 4]), mask=mask
-    )
-    assert lists(Ragged.from_arrow(array)) == [[1, 2], None, [3, 4]]
-    assert lists(Ragged.from_arrow(array.slice(1))) == [None, [3, 4]]
-
-
-def test_a_null_hidden_behind_a_null_row_is_no_error_and_shifts_nothing() -> None:
-    mask = pa.array([False, True, False])
-    values = pa.array([1.5, 2, None, None, 3, 4], pa.float32())
-    array = pa.ListArray.from_arrays(pa.array([0, 2, 4, 6], pa.int32()), values, mask=mask)
-    assert lists(Ragged.from_arrow(array)) == [[1.5, 2], None, [3, 4]]
-
-
-def test_a_null_element_is_refused_and_the_column_named() -> None:
-    array = pa.array([[1.0], [2.0, None]], pa.list_(pa.float32()))
-    with pytest.raises(ValidationError, match="'log_probs': an element inside a list is null"):
-        Ragged.from_arrow(array, "log_probs")
-    assert lists(Ragged.from_arrow(array.slice(0, 1))) == [[1.0]]
-
-
-def test_columns_without_rows_or_without_values() -> None:
-    kind = list_of(pa.int32())
-    assert lists(Ragged.from_arrow(pa.array([], kind))) == []
-    assert lists(Ragged.from_arrow(pa.chunked_array([], kind))) == []
-    assert lists(Ragged.from_arrow(pa.nulls(2, kind))) == [None, None]
-    assert lists(Ragged.absent(2)) == [None, None]
-
-
-def test_booleans_come_out_of_their_bits() -> None:
-    array = pa.array([[True, False], None, [True]], list_of(pa.bool_()))
-    assert lists(Ragged.from_arrow(array.slice(1))) == [None, [1]]
-    assert lists(Ragged.from_arrow(array)) == [[1, 0], None, [1]]
-
-
-def test_numbers_are_not_copied() -> None:
-    array = pa.array([[1, 2], [3]], list_of(pa.int32()))
-    row = Ragged.from_arrow(array).row(1)
-    assert row is not None
-    assert row.__array_interface__["data"][0] == array.values.buffers()[1].address + 8
-    assert not row.flags.writeable
-
-
-element = st.integers(-9, 9)
-ragged_rows = st.lists(st.none() | st.lists(element, max_size=5), max_size=8)
-
-
-@settings(max_examples=60, deadline=None)
-@given(ragged_rows, st.data())
-def test_addresses_survive_any_slicing_and_chunking(
-    rows: list[list[int] | None], data: st.DataObject
-) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=3)))
-    whole = pa.array([[7], *rows, [7, 7]], list_of(pa.int32()))
-    ends = [0, *cuts, len(rows)]
-    column = pa.chunked_array([whole.slice(1 + a, b - a) for a, b in itertools.pairwise(ends)])
-    assert lists(Ragged.from_arrow(column)) == rows
-
-
-@settings(max_examples=60, deadline=None)
-@given(ragged_rows, st.integers(0, 3), st.integers(-3, 3))
-def test_pad_is_what_a_loop_would_write(rows: list[list[int] | None], spare: int, fill: int) -> None:
-    width = max((len(row or []) for row in rows), default=0) + spare
-    null = np.arange(len(rows) * width).reshape(len(rows), width)
-    expected = [
-        [row[t] if t < len(row) else fill for t in range(width)] if row is not None else null[i].tolist()
-        for i, row in enumerate(rows)
-    ]
-    ragged = Ragged.from_arrow(pa.array(rows, list_of(pa.int32())))
-    out = pad(ragged, width, fill, np.int64, null=null)
-    assert out.dtype == np.int64
-    assert out.tolist() == expected
-    plain = [row if rows[i] is not None else [fill] * width for i, row in enumerate(expected)]
-    assert pad(ragged, width, fill, np.float32).tolist() == plain
-
-
-# One padded batch
-
-
-def naive(rows: Sequence[Row], pad_token_id: int, missing: str, extra: Sequence[str]) -> dict[str, list[Any]]:
-    width = max((row["length"] for row in rows), default=0)
-    lacking = math.nan if missing == "nan" else 0.0
-
-    def grid(name: str, fill: float, default: Callable[[Row, int], float]) -> list[list[float]]:
-        out = []
-        for row in rows:
-            line = []
-            for t in range(width):
-                if t >= row["length"]:
-                    line.append(fill)
-                elif row[name] is None:
-                    line.append(default(row, t))
-                else:
-                    line.append(row[name][t])
-            out.append(line)
-        return out
-
-    def floats(name: str) -> list[list[float]]:
-        return grid(name, PADS.get(name, 0.0), lambda row, t: lacking)
-
-    def response(row: Row, t: int) -> float:
-        return float(t >= row["prompt_length"])
-
-    def as_loss_mask(row: Row, t: int) -> float:
-        return response(row, t) if row["loss_mask"] is None else float(row["loss_mask"][t])
-
-    out = {
-        "input_ids": grid("tokens", pad_token_id, lambda row, t: 1 / 0),
-        "attention_mask": grid("attention_mask", 0, lambda row, t: 1),
-        "loss_mask": grid("loss_mask", 0, response),
-        "log_probs": floats("log_probs"),
-        "behavior_log_probs": floats("behavior_log_probs"),
-        "rewards": [row["reward"] for row in rows],
-        "advantages": floats("advantages"),
-        "returns": floats("returns"),
-        "versions": [-1 if row["version_id"] is None else row["version_id"] for row in rows],
-    }
-    for name in extra:
-        out[name] = grid(name, 0, as_loss_mask) if name == "action_mask" else floats(name)
-    return out
-
-
-def one_row(draw: st.DrawFn) -> Row:
-    length = draw(st.integers(0, 6))
-    floats = st.floats(width=32, allow_infinity=False)
-
-    def column(values: st.SearchStrategy[Any]) -> Any:
-        return draw(st.none() | st.lists(values, min_size=length, max_size=length))
-
-    bit = st.integers(0, 1)
-    row: Row = {name: column(bit) for name in ("attention_mask", "loss_mask", "action_mask")}
-    row |= {name: column(floats) for name in (*FLOATS, "values", "entropy")}
-    row["flags"] = column(st.booleans())
-    split = st.integers(0, length)
-    return row | {
-        "id": "a",
-        "id_hash": 1,
-        "length": length,
-        "prompt_length": draw(split if row["loss_mask"] is None else st.none() | split),
-        "reward": draw(st.floats(width=32)),
-        "version_id": draw(st.none() | st.integers(0, 2**40)),
-        "tokens": draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
-        "version_segments": None,
-    }
-
-
-batch_rows = st.lists(st.composite(one_row)(), max_size=5)
-
-
-def table_of(rows: Sequence[Row], cut: int = 0) -> pa.Table:
-    """The rows in up to two chunks, each a slice of a longer array."""
-    filler = dict.fromkeys(SCHEMA.names) | {
-        "id": "x",
-        "id_hash": 0,
-        "length": 1,
-        "reward": 0.0,
-        "tokens": [7],
-    }
-    whole = pa.Table.from_pylist([filler, *rows, filler], SCHEMA)
-    return pa.concat_tables([whole.slice(1, cut), whole.slice(1 + cut, len(rows) - cut)])
-
-
-@settings(max_examples=80, deadline=None)
-@given(batch_rows, st.integers(0, 5), st.integers(0, 9), st.sampled_from(["nan", "zero"]))
-def test_a_padded_batch_is_what_the_design_says(rows: list[Row], cut: int, pad_id: int, missing: Any) -> None:
-    extra = ("action_mask", "values", "token_rewards", "entropy", "flags")
-    all_rows = [row | {"token_rewards": None} for row in rows]
-    arrow_rows = Rows.from_arrow(table_of(rows, min(cut, len(rows))), PADS)
-    out = padded(arrow_rows, pad_token_id=pad_id, missing=missing, extra=extra)
-    expected = naive(all_rows, pad_id, missing, extra)
-    assert list(out) == [*TENSORS, *extra] == list(expected)
-    width = max((row["length"] for row in rows), default=0)
-    for name, array in out.items():
-        whole = name in ("input_ids", "attention_mask", "versions")
-        assert array.dtype == (np.int64 if whole else np.float32), name
-        shape = (len(rows),) if name in ("rewards", "versions") else (len(rows), width)
-        np.testing.assert_array_equal(
-            array, np.array(expected[name], array.dtype).reshape(shape), err_msg=name
+@settings(max_examples=40, deadline=None)
+@given(batch_rows, st.integers(0, 5), any_options)
+def test_a_padded_batch_is_what_the_design_says(rows: list[Row], cut: int, options: Options) -> None:
+    batch = padded(rows_of(*rows, cut=cut), options)
+    out = batch.arrays
+    assert list(out) == [*TENSORS, *EXTRA]
+    assert batch.columns == tuple(name for name in out if name not in ("rewards", "versions"))
+    for name in batch.columns:
+        expected = block(
+            [kept(one, name, options) for one in rows],
+            fill_of(name, options),
+            options.padding_side,
+            options.pad_to_multiple_of,
         )
+        same(out, name, expected, dtype_of(name, options))
+        assert out[name].shape[0] == len(rows)
+    same(out, "rewards", [one["reward"] for one in rows], np.float32)
+    same(out, "versions", [-1 if (v := one["version_id"]) is None else v for one in rows], np.int64)
 
-
-def row(**given: Any) -> Row:
-    return (
-        dict.fromkeys(SCHEMA.names)
-        | {
-            "id": "r",
-            "id_hash": 1,
-            "length": 3,
-            "prompt_length": 1,
-            "reward": 0.5,
-            "version_id": 4,
-            "tokens": [5, 6, 7],
-        }
-        | given
-    )
+    lost = [one["length"] - (end - start) for one in rows for start, end in [bounds_of(one, options)]]
+    assert (batch.cut_tokens, batch.cut_rows) == (sum(lost), sum(n > 0 for n in lost))
+    assert batch.num_tokens == sum(one["length"] for one in rows) - sum(lost)
+    assert batch.size == out["input_ids"].size
+    assert batch.padding_ratio == (1 - batch.num_tokens / batch.size if batch.size else 0)
+    assert batch.nbytes == sum(array.nbytes for array in out.values())
 
 
 def batch(*rows: Row, **options: Any) -> dict[str, Any]:
-    return padded(Rows.from_arrow(table_of(rows), PADS), **options)
+    return padded(rows_of(*rows), Options(**options)).arrays
 
 
 def test_masks_that_are_not_given() -> None:
@@ -291,11 +86,6 @@ def test_missing_error_names_the_first_row_and_column() -> None:
     assert (caught.value.row, caught.value.id, caught.value.column) == (1, "q", "returns")
     empty = row(length=0, tokens=[], prompt_length=0)
     assert batch(empty, missing="error")["returns"].shape == (1, 0)
-
-
-def test_an_unknown_choice_for_missing_is_refused() -> None:
-    with pytest.raises(InputError, match="'none', expected one of nan, zero, error"):
-        batch(row(), missing="none")
 
 
 def test_a_users_column_pads_with_its_own_value_also_where_it_is_missing() -> None:
@@ -340,16 +130,15 @@ def test_outputs_never_alias_arrow_memory() -> None:
     masks = {name: [1, 0, 1] for name in ("attention_mask", "loss_mask", "action_mask")}
     table = table_of([row(**given_all, **masks), row(**given_all, **masks)])
     before = table.to_pylist()
-    for tensor in to_torch(
-        padded(Rows.from_arrow(table, PADS), extra=["action_mask", "values", "entropy"])
-    ).values():
+    options = Options(extra=("action_mask", "values", "entropy"))
+    for tensor in to_torch(padded(Rows.from_arrow(table, PADS), options).arrays).values():
         tensor.fill_(9)
     assert table.to_pylist() == before
     rows = Rows.from_arrow(table, PADS)
-    again = padded(rows, extra=["action_mask"])
+    again = padded(rows).arrays
     again["loss_mask"][:] = 5
     again["versions"][:] = 5
-    assert padded(rows, extra=["action_mask"])["loss_mask"].tolist() == [[1, 0, 1]] * 2
+    assert padded(rows).arrays["loss_mask"].tolist() == [[1, 0, 1]] * 2
     assert rows.versions.tolist() == [4, 4]
 
 
@@ -375,3 +164,32 @@ def test_taking_rows_takes_all_of_each() -> None:
 )
 def test_padding_ratio(lengths: list[int], ratio: float) -> None:
     assert padding_ratio(np.array(lengths, np.int64)) == ratio
+
+
+def test_a_column_of_another_length_is_named_and_never_read() -> None:
+    with pytest.raises(
+        LengthMismatchError, match=r"\(id 'r'\), column 'returns': it has 2 values for 3 tokens"
+    ):
+        batch(row(returns=[1.0, 2.0]))
+
+
+def test_pad_id_zero_is_an_id_like_any_other() -> None:
+    out = batch(row(length=4, tokens=[5, 0, 0, 2]), row(length=1, tokens=[5], prompt_length=0))
+    assert out["input_ids"].tolist() == [[5, 0, 0, 2], [5, 0, 0, 0]]
+    assert out["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"missing": "none"}, "missing is 'none', expected one of nan, zero, error"),
+        ({"padding_side": "up"}, "padding_side is 'up', expected one of left, right"),
+        ({"truncation_side": ""}, "truncation_side is '', expected one of left, right"),
+        ({"dtypes": "half"}, "dtypes is 'half', expected one of torch, compact"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0, expected at least 1"),
+        ({"max_length": 0}, "max_length is 0, expected at least 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Options(**given)

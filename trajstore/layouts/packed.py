@@ -41,17 +41,17 @@ def packed(rows: RowSource, options: Options = DEFAULTS, out: Buffers | None = N
         places[name] = place
         if not field.aligned:
             places[name], own[f"{name}_"] = packed_place(whole(field))
+    own[""] = np.append(bounds, size) if options.pad_to_multiple_of > 1 else bounds
+    shape = {f"{prefix}cu_seqlens": _int32(ends) for prefix, ends in own.items()}
     batch = finished(rows, outputs, places, span, size, out)
     for name, field in fields.items():
         if field.aligned:
             batch.arrays[name][bounds[-1] :] = field.fill
+    batch.arrays.update(shape)
+    for prefix, ends in own.items():
+        batch.arrays[f"{prefix}max_seqlen"] = int(np.diff(ends).max(initial=0))
     if "loss_mask" in fields:
         batch.arrays["loss_mask"][bounds[:-1][span.count > 0]] = 0
-    if options.pad_to_multiple_of > 1:
-        bounds = np.append(bounds, size)
-    for prefix, ends in {"": bounds, **own}.items():
-        batch.arrays[f"{prefix}cu_seqlens"] = _int32(ends)
-        batch.arrays[f"{prefix}max_seqlen"] = int(np.diff(ends).max(initial=0))
     return batch
 
 

@@ -5,6 +5,7 @@ Axis letters: B rows of a batch, T the width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -38,6 +39,29 @@ def padded(rows: RowSource, options: Options = DEFAULTS, out: Buffers | None = N
             `missing="error"`.
         InputError: an extra column is not a per-token column of the rows.
     """
+    plan = padded_outline(rows, options)
+    return finished(rows, plan.outputs, plan.places, plan.span, plan.size, out)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A batch before its values are written.
+
+    Attributes:
+        outputs: what it holds, in order.
+        places: of the fields, by name.
+        span: the part of each row that is in it.
+        size: token positions it takes, padding counted.
+    """
+
+    outputs: dict[str, Field | NDArray[Any]]
+    places: dict[str, Place]
+    span: Span
+    size: int
+
+
+def padded_outline(rows: RowSource, options: Options = DEFAULTS) -> Outline:
+    """What `padded` writes, for those who write it elsewhere. Args, Raises: see `padded`."""
     outputs = rows.outputs(options)
     span = kept(rows.lengths, options)
     place = padded_place(span, options.padding_side, options.pad_to_multiple_of)
@@ -45,7 +69,7 @@ def padded(rows: RowSource, options: Options = DEFAULTS, out: Buffers | None = N
         name: place if field.aligned else padded_place(whole(field), options.padding_side)
         for name, field in fields_of(outputs).items()
     }
-    return finished(rows, outputs, places, span, place.shape[0] * place.width, out)
+    return Outline(outputs, places, span, place.shape[0] * place.width)
 
 
 def fields_of(outputs: dict[str, Field | NDArray[Any]]) -> dict[str, Field]:
@@ -77,9 +101,16 @@ def finished(
         else:
             jobs[name] = Job(field, place, buffers.array(name, place.shape, field.dtype))
     write(list(jobs.values()))
-    cut = rows.lengths - span.count
     arrays = {name: jobs[name].out if name in jobs else values for name, values in outputs.items()}
-    return BatchArrays(arrays, tuple(jobs), int(span.count.sum()), size, int(cut.sum()), int((cut > 0).sum()))
+    return counted(rows, arrays, tuple(jobs), span, size)
+
+
+def counted(
+    rows: RowSource, arrays: dict[str, Any], columns: tuple[str, ...], span: Span, size: int
+) -> BatchArrays:
+    """A batch with what it counts."""
+    cut = rows.lengths - span.count
+    return BatchArrays(arrays, columns, int(span.count.sum()), size, int(cut.sum()), int((cut > 0).sum()))
 
 
 def padding_ratio(lengths: Int64s) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from trajstore.errors import ValidationError
 from trajstore.layouts.buffers import Buffers
 from trajstore.layouts.fields import BatchArrays, Field, Options, RowSource, dtypes_of
-from trajstore.layouts.padded import DEFAULTS, fields_of, finished, whole
+from trajstore.layouts.padded import DEFAULTS, Outline, fields_of, finished, whole
 from trajstore.layouts.place import Place, in_prompt, kept, padded_place
 from trajstore.layouts.ragged import Ragged
 
@@ -34,6 +34,12 @@ def prompt_response(rows: RowSource, options: Options = DEFAULTS, out: Buffers |
     Raises:
         ValidationError: the split of a row into prompt and response is not known. As `padded` otherwise.
     """
+    plan = prompt_response_outline(rows, options)
+    return finished(rows, plan.outputs, plan.places, plan.span, plan.size, out)
+
+
+def prompt_response_outline(rows: RowSource, options: Options = DEFAULTS) -> Outline:
+    """What `prompt_response` writes, for those who write it elsewhere. Args, Raises: see there."""
     unknown = (rows.prompt_lengths < 0) & (rows.lengths > 0)
     if unknown.any():
         i = int(unknown.argmax())
@@ -67,4 +73,4 @@ def prompt_response(rows: RowSource, options: Options = DEFAULTS, out: Buffers |
             "responses": fields["input_ids"],
         }
         places |= {"position_ids": both, "prompts": left, "responses": right}
-    return finished(rows, outputs, places, span, count * width, out)
+    return Outline(outputs, places, span, count * width)

@@ -49,7 +49,7 @@ class Ragged:
             # `offsets` respects a slice and `values` does not, so the two fit together; null rows may
             # own values, so their length comes from the validity and not from the offsets.
             offsets = array.offsets.to_numpy().astype(np.int64)
-            if array.flatten().null_count:
+            if array.type.value_field.nullable and array.flatten().null_count:
                 raise ValidationError(
                     "an element inside a list is null", column=name, hint="store NaN, or mask the token"
                 )

@@ -56,6 +56,7 @@ class Rows:
         columns: per-token list columns by name; one that is not there is null in every row.
         pads: value on padding positions of the columns that are not the row's own, by name.
         keys: [N] int64 hashes of the ids; seeded orders come from them.
+        groups: [N] int64, the same number for rows of one group, -1 for a row of none; None when not read.
     """
 
     ids: Sequence[str]
@@ -66,6 +67,7 @@ class Rows:
     columns: Mapping[str, Ragged]
     pads: Mapping[str, float]
     keys: Int64s
+    groups: Int64s | None = None
 
     @staticmethod
     def from_arrow(table: pa.Table, pads: Mapping[str, float]) -> Rows:
@@ -84,6 +86,7 @@ class Rows:
             columns=_list_columns(table),
             pads=pads,
             keys=integers("id_hash", 0),
+            groups=_groups(table.column("group_id")) if "group_id" in table.schema.names else None,
         )
 
     def __len__(self) -> int:
@@ -100,6 +103,7 @@ class Rows:
             {name: column.take(rows) for name, column in self.columns.items()},
             self.pads,
             self.keys[rows],
+            None if self.groups is None else self.groups[rows],
         )
 
     def column(self, name: str) -> Ragged:
@@ -223,8 +227,8 @@ class Lists:
         if not len(self.prompt_lengths):
             object.__setattr__(self, "prompt_lengths", np.full(len(self.lengths), -1, np.int64))
         if self.aligned is None:
-            aligned = (n for n, column in self.columns.items() if (column.length == self.lengths).all())
-            object.__setattr__(self, "aligned", frozenset(aligned))
+            same = (n for n, column in self.columns.items() if (column.length.clip(0) == self.lengths).all())
+            object.__setattr__(self, "aligned", frozenset(same))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -252,6 +256,11 @@ class Lists:
             aligned = self.aligned is not None and name in self.aligned
             out[name] = Field(column, dtype, self.pads.get(name, 0), aligned=aligned)
         return out | {name: values.copy() for name, values in self.scalar_columns.items()}
+
+
+def _groups(names: pa.ChunkedArray) -> Int64s:
+    codes = names.combine_chunks().dictionary_encode().indices.fill_null(-1)
+    return codes.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]  # as above
 
 
 def _list_columns(table: pa.Table) -> dict[str, Ragged]:

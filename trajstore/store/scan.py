@@ -202,8 +202,9 @@ class Scan:
         first = np.zeros(len(chosen.files), np.int64)
         first[used] = np.cumsum([0, *(chosen.files[i].rows for i in used)])[:-1]
         position = first[chosen.file] + chosen.row
-        scalars = _take(table.select([n for n in names if n in layouts.SCALARS]), position)
-        lists = {n: Ragged.from_arrow(table.column(n), n).take(position) for n in columns if n in names}
+        flat = [n for n in names if not pa.types.is_large_list(table.schema.field(n).type)]
+        scalars = _take(table.select(flat), position)
+        lists = {n: Ragged.from_arrow(table.column(n), n).take(position) for n in names if n not in flat}
         return replace(Rows.from_arrow(scalars, pad_values(known)), columns=lists)
 
     def data_files(self) -> list[str]:
