@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trajstore.errors import InputError, ValidationError
+from trajstore.errors import CorruptFileError, InputError, ValidationError
 
 Int64s = NDArray[np.int64]
 
@@ -42,20 +42,29 @@ class Ragged:
 
         Raises:
             ValidationError: an element inside a list is null.
+            CorruptFileError: the offsets are not those of its values.
         """
         arrays = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-        chunks, numbers, starts, lengths = [], [], [], []
+        chunks, numbers, starts, lengths, addresses = [], [], [], [], []
         for number, array in enumerate(arrays):
             # `offsets` respects a slice and `values` does not, so the two fit together; null rows may
             # own values, so their length comes from the validity and not from the offsets.
-            offsets = array.offsets.to_numpy().astype(np.int64)
+            offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
             if array.type.value_field.nullable and array.flatten().null_count:
                 raise ValidationError(
                     "an element inside a list is null", column=name, hint="store NaN, or mask the token"
                 )
-            chunks.append(_flat_values(array))
-            starts.append(offsets[:-1])
-            lengths.append(np.where(np.asarray(array.is_valid()), np.diff(offsets), -1))
+            values, start, length = _flat_values(array), offsets[:-1], np.diff(offsets)
+            if len(offsets) and (offsets[0] < 0 or offsets[-1] > len(values) or length.min(initial=0) < 0):
+                raise CorruptFileError(f"the offsets of list column {name!r} reach beyond its values")
+            address = values.__array_interface__["data"][0] + start * values.itemsize
+            if array.null_count:
+                valid = np.asarray(array.is_valid())
+                length, address = np.where(valid, length, -1), np.where(valid, address, 0)
+            chunks.append(values)
+            starts.append(start)
+            lengths.append(length)
+            addresses.append(address)
             numbers.append(np.full(len(array), number, np.int64))
         empty = np.empty(0, np.int64)
         return Ragged(
@@ -63,6 +72,7 @@ class Ragged:
             np.concatenate([empty, *numbers]),
             np.concatenate([empty, *starts]),
             np.concatenate([empty, *lengths]),
+            np.concatenate([empty, *addresses]),
         )
 
     @staticmethod

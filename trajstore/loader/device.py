@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from trajstore.layouts import OUTLINES, BatchArrays, Buffers, Field, Options, Outline, RowSource, packed
+from trajstore.layouts.fields import dtypes_of
 from trajstore.layouts.kernels import Job, write
 from trajstore.layouts.padded import counted, fields_of
 from trajstore.layouts.place import Place, Span, packed_place
@@ -124,13 +125,12 @@ class _Sending:
 
 def _send_packed(rows: RowSource, options: Options, sending: _Sending) -> BatchArrays:
     batch = packed(rows, replace(options, dtypes="compact"), sending.buffers)
-    fields = fields_of(rows.outputs(options))
-    if "input_ids" in fields:
-        fields["position_ids"] = fields["input_ids"]
+    dtypes = {name: f.dtype for name, f in fields_of(rows.outputs(options)).items()}
+    dtypes["position_ids"] = dtypes_of(options)["ids"]
     out: dict[str, Any] = {}
     for name, value in batch.arrays.items():
-        if name in fields:
-            out[name] = sending.staged(value).to(_torch_dtype(fields[name].dtype))
+        if name in dtypes:
+            out[name] = sending.staged(value).to(_torch_dtype(dtypes[name]))
         else:
             out[name] = sending.array(name, value) if isinstance(value, np.ndarray) else value
     return replace(batch, arrays=out)

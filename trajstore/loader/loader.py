@@ -164,9 +164,10 @@ class TrajectoryLoader(IterableDataset[Batch]):
         self._plan: tuple[int, Plan] | None = None
         self._fingerprint = ""
         self._total = self._last = Stats()
+        self._spare: list[Device | Sequence[Buffers | None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = ("_pid", "_rows", "_plan", "_fingerprint", "_total", "_last", "_now")
+        gone = ("_pid", "_rows", "_plan", "_fingerprint", "_total", "_last", "_spare", "_now")
         return {name: value for name, value in vars(self).items() if name not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -272,22 +273,29 @@ class TrajectoryLoader(IterableDataset[Batch]):
 
     def _made(self, planned: Plan, steps: range) -> Iterator[tuple[RowSource, Sent]]:
         """The batches of some steps; runs ahead of who takes them."""
-        rows, device = self._loaded(), None
-        if self._device.type != "cpu":
-            device = Device(self._device, self._layout, self._options)
-        # One is with the caller, one is being made, the others wait. Workers send theirs to another process
-        # at a time nobody tells.
-        shared = self._reuse_buffers and get_worker_info() is None
-        ring = [Buffers() if shared else None for _ in range(self._prefetch + 2)]
-        for number, step in enumerate(steps):
-            chosen = rows.take(planned.batch(step, self._rank))
-            if device is not None:
-                yield chosen, device.send(chosen)
-            else:
+        rows = self._loaded()
+        memory = self._spare.pop() if self._spare else self._memory()
+        try:
+            for number, step in enumerate(steps):
+                chosen = rows.take(planned.batch(step, self._rank))
+                if isinstance(memory, Device):
+                    yield chosen, memory.send(chosen)
+                    continue
                 make = layouts.LAYOUTS[self._layout]
-                batch = make(chosen, self._options, ring[number % len(ring)])
+                batch = make(chosen, self._options, memory[number % len(memory)])
                 tensors = layouts.to_torch(batch.arrays)
                 yield chosen, Sent(replace(batch, arrays=tensors), batch.nbytes, None)
+        finally:
+            self._spare.append(memory)  # the next epoch takes it over
+
+    def _memory(self) -> Device | Sequence[Buffers | None]:
+        """What batches are made in: of a device, or used in turns, or fresh for each."""
+        if self._device.type != "cpu":
+            return Device(self._device, self._layout, self._options)
+        # Workers send batches to another process, at a time that nobody tells.
+        if not self._reuse_buffers or get_worker_info() is not None:
+            return [None]
+        return [Buffers() for _ in range(self._prefetch + 2)]  # with the caller, being made, waiting
 
     def _item(self, rows: RowSource, batch: BatchArrays) -> Batch:
         """What the caller gets."""

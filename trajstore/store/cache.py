@@ -70,6 +70,15 @@ class CacheUse:
     decoded: int
 
 
+@dataclass(frozen=True)
+class _Task:
+    """One column of one file, and where it is or will be."""
+
+    file: DataFile
+    field: pa.Field
+    path: Path
+
+
 class ColumnCache:
     """A folder of decoded columns, shared by processes.
 
@@ -137,8 +146,13 @@ class ColumnCache:
             StorageError: the cache's disk is full or may not be written, or the columns do not fit into
                 its limit.
         """
-        wanted = [(file, field) for field in schema for file in data_files]
-        found = {i: self._map(place, *task) for i, task in enumerate(wanted)}
+        folders = [self.folder / key(place, file.name, file.bytes) for file in data_files]
+        wanted = [
+            _Task(file, field, folder / (quote(field.name, safe="") + _SUFFIX))
+            for field in schema
+            for file, folder in zip(data_files, folders, strict=True)
+        ]
+        found = {i: self._map(task) for i, task in enumerate(wanted)}
         missing = [i for i, column in found.items() if column is None]
         if missing:
             found |= zip(missing, self._build(place, [wanted[i] for i in missing]), strict=True)
@@ -150,11 +164,8 @@ class ColumnCache:
         table = pa.Table.from_arrays(columns, schema=cached)
         return table, CacheUse(len(wanted) - len(missing), len(missing))
 
-    def _path(self, place: Place, file: DataFile, column: str) -> Path:
-        return self.folder / key(place, file.name, file.bytes) / (quote(column, safe="") + _SUFFIX)
-
-    def _map(self, place: Place, file: DataFile, field: pa.Field) -> pa.ChunkedArray | None:
-        path = self._path(place, file, field.name)
+    def _map(self, task: _Task) -> pa.ChunkedArray | None:
+        path, file, field = task.path, task.file, task.field
         try:
             with pa.memory_map(str(path)) as source:
                 mapped = source.read_buffer()  # outlives the descriptor, which is closed here
@@ -173,43 +184,42 @@ class ColumnCache:
 
     # Building
 
-    def _build(self, place: Place, tasks: Sequence[tuple[DataFile, pa.Field]]) -> list[pa.ChunkedArray]:
+    def _build(self, place: Place, tasks: Sequence[_Task]) -> list[pa.ChunkedArray]:
         workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 8)
         with ThreadPoolExecutor(workers, "trajstore-cache") as pool:
             fields: dict[str, tuple[DataFile, list[pa.Field]]] = {}
-            for file, field in tasks:
-                fields.setdefault(file.name, (file, []))[1].append(field)
+            for task in tasks:
+                fields.setdefault(task.file.name, (task.file, []))[1].append(task.field)
             total = sum(pool.map(lambda of: decoded_size(place, *of), fields.values()))
-            self._make_room(total, {key(place, file.name, file.bytes) for file, _ in tasks})
+            self._make_room(total, {task.path.parent.name for task in tasks})
             with _progress(total) as advance:
-                running = [pool.submit(self._claim, place, *task, advance) for task in tasks]
+                running = [pool.submit(self._claim, place, task, advance) for task in tasks]
                 try:
                     return [future.result() for future in running]
                 finally:
                     for future in running:
                         future.cancel()
 
-    def _claim(
-        self, place: Place, file: DataFile, field: pa.Field, advance: Callable[[int], None]
-    ) -> pa.ChunkedArray:
+    def _claim(self, place: Place, task: _Task, advance: Callable[[int], None]) -> pa.ChunkedArray:
         """The column, decoded here or by another process that was first."""
-        path = self._path(place, file, field.name)
         for _ in range(3):  # it may be evicted before it is mapped, hardly twice
             try:
-                with _locked(path.with_suffix(_ASIDE)) as aside:
-                    column = self._map(place, file, field)
+                with _locked(task.path.with_suffix(_ASIDE)) as aside:
+                    column = self._map(task)
                     if column is not None:
                         return column
-                    decode(place, file, field, aside, advance)
-                    aside.rename(path)
+                    decode(place, task.file, task.field, aside, advance)
+                    aside.rename(task.path)
             except OSError as error:
                 if isinstance(error, TrajstoreError):
                     raise
                 raise _refused(self.folder, error) from error
-            column = self._map(place, file, field)
+            column = self._map(task)
             if column is not None:
                 return column
-        raise StorageError(f"{path} is removed as soon as it is written", hint="raise TRAJSTORE_CACHE_SIZE")
+        raise StorageError(
+            f"{task.path} is removed as soon as it is written", hint="raise TRAJSTORE_CACHE_SIZE"
+        )
 
     def _made(self) -> Path:
         try:
