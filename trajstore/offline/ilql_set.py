@@ -259,7 +259,7 @@ class ILQLDataset:
             batch_size: rows of a batch.
             shuffle: another order each epoch.
             drop_last: leaves out a last batch that is smaller.
-            bucket_window: see `trajstore.plan.batches`.
+            bucket_window: see `trajstore.plan.Recipe`.
 
         Raises:
             InputError: a size is below 1.
@@ -267,9 +267,10 @@ class ILQLDataset:
         keys = None
         if shuffle:
             keys = seeded_keys(seeded_keys(self._lists.keys, seed).view(np.int64), epoch)
-        for rows in plan.batches(self._lists.lengths, batch_size, keys=keys, bucket_window=bucket_window):
-            if not (drop_last and len(rows) < batch_size):
-                yield self.batch(rows)
+        tail: plan.Tail = "drop" if drop_last else "keep"
+        recipe = plan.Recipe(batch_size=batch_size, bucket_window=bucket_window, tail=tail)
+        for rows in plan.plan(self._lists.lengths, recipe, keys=keys):
+            yield self.batch(rows)
 
     def _padded(self, rows: Int64s) -> dict[str, torch.Tensor]:
         return layouts.to_torch(layouts.padded(self._lists.take(rows)).arrays)
