@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from typing import Any, Self
 
 from trajstore.errors import ValidationError
@@ -168,8 +169,7 @@ class Trajectory:
         if not issubclass(cls, PartialTrajectory) and not _PARTIAL_ONLY.isdisjoint(data):
             target = PartialTrajectory  # type: ignore[assignment]  # a subclass of every cls that gets here
         id = str(data.get("id") or "")
-        known = {f.name for f in fields(target)}
-        unknown = sorted(set(data) - known)
+        unknown = sorted(set(data) - _names(target))
         if unknown:
             raise ValidationError(
                 f"unknown field {unknown[0]!r}",
@@ -197,6 +197,11 @@ class PartialTrajectory(Trajectory):
         """Sets and returns the text to generate from: the prompt and the response so far."""
         self.continuation_prompt = self.prompt + self.response
         return self.continuation_prompt
+
+
+@cache
+def _names(kind: type[Trajectory]) -> frozenset[str]:
+    return frozenset(f.name for f in fields(kind))
 
 
 _PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}

@@ -106,11 +106,11 @@ def test_types_drift_without_harm(tmp_path: Path) -> None:
 def test_lines_are_streamed(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     line = json.dumps({"pad": "x" * 10_000}) + "\n"
-    path.write_text(line * 2000)  # 20 MB
+    path.write_text(line * 2000)  # 20 MB, read through a buffer of one
     tracemalloc.start()
     try:
         assert sum(1 for _ in read_records(path)) == 2000
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
     finally:
         tracemalloc.stop()
 
