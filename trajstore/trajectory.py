@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cache
 from typing import Any, Self
 
 from trajstore.errors import ValidationError
@@ -199,9 +198,13 @@ class PartialTrajectory(Trajectory):
         return self.continuation_prompt
 
 
-@cache
+_KNOWN: dict[type, frozenset[str]] = {}  # field names of each class
+
+
 def _names(kind: type[Trajectory]) -> frozenset[str]:
-    return frozenset(f.name for f in fields(kind))
+    if kind not in _KNOWN:
+        _KNOWN[kind] = frozenset(f.name for f in fields(kind))
+    return _KNOWN[kind]
 
 
 _PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import mmap
 import shutil
 import sys
 import tempfile
@@ -120,7 +122,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             )
         if not path.exists():
             raise ImportFormatError(f"{path}: no such file", hint="check the path; it is taken as given")
-        with path.open("rb", buffering=_BLOCK) as file:  # a line of tokens is longer than the usual buffer
+        with io.BufferedReader(io.FileIO(path), _BLOCK) as file:  # a line of tokens outgrows the usual buffer
             magic = file.peek(4)[:4]
             if magic.startswith(GZIP):
                 with gzip.GzipFile(fileobj=file) as unpacked:
@@ -140,8 +142,6 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _zstd(file: BinaryIO) -> Any:
-    import io
-
     import pyarrow as pa  # only here: its codec saves a dependency
 
     stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
@@ -161,8 +161,6 @@ def read_whole(path: Path) -> memoryview:
     Raises:
         ImportFormatError: it unpacks to more than MAX_BYTES, or cannot be read.
     """
-    import mmap
-
     with opened(path) as file:
         if not is_packed(path):
             if not path.stat().st_size:
