@@ -248,3 +248,26 @@ def test_what_does_not_belong_is_told(tmp_path: Path) -> None:
     with pytest.raises(ImportFormatError, match=r"no file in it can be imported: a.json: .*not recognised"):
         ingest(tmp_path / "d", tmp_path / "s")
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("tokens", 1.5, "1.5 at index 280"),
+        ("tokens", 2**40, "1099511627776 at index 280"),
+        ("loss_mask", 2, "2 at index 280"),
+        ("behavior_log_probs", None, "None at index 280"),
+        ("behavior_log_probs", 1e300, "1e\\+300 at index 280"),
+    ],
+)
+def test_what_is_wrong_in_a_long_list_is_named(tmp_path: Path, column: str, value: Any, reason: str) -> None:
+    row: dict[str, Any] = {"id": "a", "prompt_length": 0, "response_length": 300}
+    row |= {"tokens": [7] * 300, "loss_mask": [1] * 300, "behavior_log_probs": [-0.25] * 300}
+    (tmp_path / "good.jsonl").write_text(json.dumps(row))
+    ingest(tmp_path / "good.jsonl", tmp_path / "s")
+    (found,) = TrajectoryStore.open(tmp_path / "s").scan().to_trajectories()
+    assert (list(found.tokens), list(found.behavior_log_probs)) == ([7] * 300, [-0.25] * 300)
+    row[column][280] = value
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ImportFormatError, match=f"column '{column}': .*{reason}"):
+        ingest(tmp_path / "bad.jsonl", tmp_path / "s")
