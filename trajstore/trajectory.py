@@ -171,8 +171,7 @@ class Trajectory:
         if not issubclass(cls, PartialTrajectory) and not _PARTIAL_ONLY.isdisjoint(data):
             target = PartialTrajectory  # type: ignore[assignment]  # a subclass of every cls that gets here
         id = str(data.get("id") or "")
-        known = {f.name for f in fields(target)}
-        unknown = sorted(set(data) - known)
+        unknown = sorted(set(data) - _names(target))
         if unknown:
             raise ValidationError(
                 f"unknown field {unknown[0]!r}",
@@ -341,6 +340,15 @@ class PartialTrajectory(Trajectory):
 _UNFINISHED = (TrajectoryStatus.ABORTED, TrajectoryStatus.GENERATING)
 _MASKS = ("attention_mask", "loss_mask", "action_mask")
 _DERIVED = ("log_probs", "token_rewards", "values", "advantages", "returns")
+_KNOWN: dict[type, frozenset[str]] = {}  # field names of each class
+
+
+def _names(kind: type[Trajectory]) -> frozenset[str]:
+    if kind not in _KNOWN:
+        _KNOWN[kind] = frozenset(f.name for f in fields(kind))
+    return _KNOWN[kind]
+
+
 _PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}
 
 

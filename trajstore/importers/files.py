@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import mmap
 import shutil
 import sys
 import tempfile
@@ -95,15 +97,15 @@ def _globbed(path: Path) -> tuple[Path, list[Path]]:
 
 
 def digest(path: Path) -> str:
-    """Hex digest of a file's bytes, as they are on disk."""
-    state = hashlib.blake2b(digest_size=16)
+    """Hex digest of a file's bytes, as they are on disk; SHA-256, which processors have built in."""
+    state = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 state.update(block)
     except OSError as error:
         unreadable(path, error)
-    return state.hexdigest()
+    return state.hexdigest()[:32]
 
 
 @contextmanager
@@ -120,9 +122,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             )
         if not path.exists():
             raise ImportFormatError(f"{path}: no such file", hint="check the path; it is taken as given")
-        with path.open("rb") as file:
-            magic = file.read(4)
-            file.seek(0)
+        with io.BufferedReader(io.FileIO(path), _BLOCK) as file:  # a line of tokens outgrows the usual buffer
+            magic = file.peek(4)[:4]
             if magic.startswith(GZIP):
                 with gzip.GzipFile(fileobj=file) as unpacked:
                     yield unpacked  # type: ignore[misc]  # a GzipFile reads like any binary file
@@ -141,8 +142,6 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _zstd(file: BinaryIO) -> Any:
-    import io
-
     import pyarrow as pa  # only here: its codec saves a dependency
 
     stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
@@ -162,8 +161,6 @@ def read_whole(path: Path) -> memoryview:
     Raises:
         ImportFormatError: it unpacks to more than MAX_BYTES, or cannot be read.
     """
-    import mmap
-
     with opened(path) as file:
         if not is_packed(path):
             if not path.stat().st_size:

@@ -6,6 +6,7 @@ JSON the first record.
 
 from __future__ import annotations
 
+import io
 import pickletools
 import zipfile
 from collections.abc import Callable
@@ -104,8 +105,6 @@ def _first_pickle(path: Path) -> bytes:
     """The first bytes of a torch archive's pickle."""
     try:
         if files.is_packed(path):
-            import io
-
             source: Any = io.BytesIO(files.read_whole(path))
         else:
             source = path

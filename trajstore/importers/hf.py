@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.importers.head import Format, Head, told_by
-from trajstore.importers.records import Imported, ImportOptions, Record, read_records
+from trajstore.importers.records import Imported, ImportOptions
 from trajstore.importers.rows import (
     NOT_KNOWN,
     Origin,
@@ -23,7 +23,7 @@ from trajstore.importers.rows import (
     reward_fields,
     text,
 )  # fmt: skip
-from trajstore.importers.tables import read_parquet
+from trajstore.importers.tables import read_rows
 from trajstore.trajectory import Trajectory, TrajectoryStatus
 
 _SPEAKERS = {
@@ -34,12 +34,6 @@ _SPEAKERS = {
 _TURN = "\n\nAssistant:"
 
 
-def _records(path: Path, options: ImportOptions) -> Iterator[Record]:
-    with path.open("rb") as file:
-        table = file.read(4) == b"PAR1"
-    return read_parquet(path) if table else read_records(path, options)
-
-
 def read_preference(path: Path, options: ImportOptions) -> Iterator[Imported]:
     """Pairs, `{prompt?, chosen, rejected}` as text, messages or ids: two rows each, in one group."""
     origin = Origin.of("preference", path, options)
@@ -47,7 +41,7 @@ def read_preference(path: Path, options: ImportOptions) -> Iterator[Imported]:
     def build(data: Any, number: int) -> list[Trajectory]:
         return [_side(data, side, number, origin) for side in ("chosen", "rejected")]
 
-    yield from convert(_records(path, options), origin, options, build)
+    yield from convert(read_rows(path, options), origin, options, build)
 
 
 def _side(data: Mapping[str, Any], side: str, number: int, origin: Origin) -> Trajectory:
@@ -108,7 +102,7 @@ def read_sharegpt(path: Path, options: ImportOptions) -> Iterator[Imported]:
             )
         ]
 
-    yield from convert(_records(path, options), origin, options, build)
+    yield from convert(read_rows(path, options), origin, options, build)
 
 
 def read_completion(path: Path, options: ImportOptions) -> Iterator[Imported]:
@@ -137,7 +131,7 @@ def read_completion(path: Path, options: ImportOptions) -> Iterator[Imported]:
             )
         ]
 
-    yield from convert(_records(path, options), origin, options, build)
+    yield from convert(read_rows(path, options), origin, options, build)
 
 
 def _is_preference(head: Head) -> str | None:

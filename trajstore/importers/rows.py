@@ -11,6 +11,7 @@ import base64
 import hashlib
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -98,6 +99,7 @@ def convert(
             options.fault(record.where, _placed(record, reason, "name the right --format"), record.data)
             continue
         for trajectory in made:
+            pack(trajectory)
             yield Imported(trajectory, record.where, record.bytes_read)
 
 
@@ -116,6 +118,33 @@ def _described(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it has no {error.args[0]!r}" if error.args else "a key is missing"
     return str(error) or type(error).__name__
+
+
+def pack(row: Trajectory) -> None:
+    """Makes arrays of a row's long lists: a fifth of the memory, nothing for the garbage collector to walk.
+
+    A list that holds anything but numbers that fit stays as it is, for the codec to name what is wrong.
+    """
+    for name, kind in _PACKED.items():
+        values = getattr(row, name)
+        if type(values) is not list or len(values) < _LONG:
+            continue
+        try:
+            if kind == "B":
+                setattr(row, name, np.frombuffer(bytes(values), np.uint8))
+            else:
+                raw = struct.pack(f"{len(values)}{kind}", *values)
+                setattr(row, name, np.frombuffer(raw, np.dtype(kind)))
+        except (TypeError, ValueError, struct.error):
+            continue
+
+
+_LONG = 256
+_PACKED = {
+    "tokens": "i", "prompt_tokens": "i", "response_tokens": "i", "attention_mask": "B", "loss_mask": "B",
+    "action_mask": "B", "log_probs": "d", "behavior_log_probs": "d", "token_rewards": "d", "values": "d",
+    "advantages": "d", "returns": "d",
+}  # fmt: skip
 
 
 def reward_fields(value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from trajstore.errors import ImportFormatError
 from trajstore.importers import files
-from trajstore.importers.records import Record
+from trajstore.importers.records import ImportOptions, Record, read_records
 
 _ROWS = 4096
 
@@ -40,6 +40,11 @@ def read_parquet(path: Path) -> Iterator[Record]:
         raise ImportFormatError(
             f"{path}: not a whole Parquet file: {error}", hint="copy the file again"
         ) from error
+
+
+def read_rows(path: Path, options: ImportOptions) -> Iterator[Record]:
+    """The records of a Parquet file, or of JSON: for formats that come as either."""
+    return read_parquet(path) if files.head(path, 4) == b"PAR1" else read_records(path, options)
 
 
 def _values(column: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from trajstore.errors import ImportFormatError, ValidationError
 from trajstore.importers.messages import tokenize
 from trajstore.importers.records import Imported, ImportOptions, read_records, require_object
+from trajstore.importers.rows import pack
 from trajstore.trajectory import PartialTrajectory, Trajectory
 
 FIELDS = frozenset(field.name for field in fields(PartialTrajectory))
@@ -41,6 +42,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Imported]:
         except ImportFormatError as error:
             options.fault(record.where, error, record.data)
             continue
+        pack(trajectory)
         yield Imported(trajectory, record.where, record.bytes_read)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.importers.head import Format, Head
-from trajstore.importers.records import Imported, ImportOptions, read_records
+from trajstore.importers.records import Imported, ImportOptions
 from trajstore.importers.rows import NOT_KNOWN, Origin, chat, convert, grouped, rest, text
-from trajstore.importers.tables import read_parquet
+from trajstore.importers.tables import read_rows
 from trajstore.trajectory import Trajectory, TrajectoryStatus
 
 _FIXED = ("step", "prompt", "completion", "advantage")
@@ -23,8 +23,6 @@ _FIXED = ("step", "prompt", "completion", "advantage")
 def read(path: Path, options: ImportOptions) -> Iterator[Imported]:
     """The completions of one file; rows of the same prompt are a group."""
     origin = Origin.of("trl", path, options)
-    with path.open("rb") as file:
-        records = read_parquet(path) if file.read(4) == b"PAR1" else read_records(path, options)
 
     def build(data: Any, number: int) -> list[Trajectory]:
         prompt = text(data["prompt"])
@@ -49,7 +47,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Imported]:
             )
         ]
 
-    yield from convert(records, origin, options, build)
+    yield from convert(read_rows(path, options), origin, options, build)
 
 
 def _is_completions(head: Head) -> str | None:
