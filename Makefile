@@ -35,7 +35,7 @@ schemas: $(READY)
 clean:
 	rm -rf $(VENV) trajstore-demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt trajstore/layouts/_kernel.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trajstore needs Python 3.11 or newer, this is " + sys.version)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing trajstore and what it needs into $(VENV) (once)"

@@ -1,6 +1,8 @@
 """`pip install` of the wheel into an empty environment gives a working `trajstore` command."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -11,16 +13,45 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False)
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    env = os.environ | environment
+    env.pop("PYTHONPATH", None)  # what is installed is what is tested
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False, env=env
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+def wheel_of(out: Path, **environment: str) -> Path:
+    """Built from a copy: a build writes the kernel beside its source, where other tests look for it."""
+    source = out / "source"
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "_kernel.so")
+    shutil.copytree(ROOT / "trajstore", source / "trajstore", ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out, source)
+    run(*build, cwd=out, **environment)
+    (wheel,) = out.glob("trajstore-*.whl")
+    return wheel
+
+
+KERNEL = "from trajstore import layouts; print(layouts.kernel())"
+
+
+@pytest.mark.slow
+def test_a_wheel_is_built_without_a_compiler_and_takes_the_numpy_path(tmp_path: Path) -> None:
+    wheel = wheel_of(tmp_path, CC="/bin/false")
+    assert wheel.name == "trajstore-0.1.0-py3-none-any.whl"
+    run(sys.executable, "-m", "zipfile", "-e", wheel, tmp_path / "site", cwd=tmp_path)
+    # The dependencies are those of this environment; the package is the wheel's, first on the path.
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {KERNEL}"
+    assert run(sys.executable, "-c", code, cwd=tmp_path).strip() == "numpy"
+
+
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("trajstore-*.whl")
+    wheel = wheel_of(tmp_path)
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     run(
@@ -35,6 +66,9 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
         wheel,
         cwd=tmp_path,
     )
+    compiler = shutil.which("cc") is not None
+    assert wheel.name.endswith("none-any.whl") is not compiler
+    assert run(python, "-c", KERNEL, cwd=tmp_path).strip() == ("c" if compiler else "numpy")
     trajstore = tmp_path / "env" / "bin" / "trajstore"
     assert run(trajstore, "--version", cwd=tmp_path).strip() == "0.1.0"
     row = {"id": "a", "tokens": [1, 2, 3], "prompt_length": 1, "response_length": 2, "reward": 0.5}

@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from trajstore import Trajectory, TrajectoryBatch, TrajectoryStore
-from trajstore.layouts import Ragged, pad
+from trajstore.layouts import Lists, Ragged, packed, padded
 from trajstore.query import connect
 
 
 def test_L02_a_sliced_list_array_gives_its_own_rows() -> None:
     column = Ragged.from_arrow(pa.array([[1], [1, 2], [1, 2, 3]])[1:])
-    assert pad(column, 3, 0, "int64").tolist() == [[1, 2, 0], [1, 2, 3]]
     assert column.length.tolist() == [2, 3]
+    lists = Lists(["a", "b"], column.length, np.arange(2), {"ids": column})
+    assert padded(lists).arrays["ids"].tolist() == [[1, 2, 0], [1, 2, 3]]
+    flat = packed(lists).arrays
+    assert (flat["ids"].tolist(), flat["cu_seqlens"].tolist()) == ([1, 2, 1, 2, 3], [0, 2, 5])
     rows = [Trajectory(id=str(i), tokens=list(range(i + 1)), prompt_length=1) for i in range(3)]
     sliced = TrajectoryBatch(rows)[1:]
     assert sliced.to_tensors()["input_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
@@ -24,7 +28,9 @@ def test_L03_null_rows_hide_nothing_and_differ_from_empty_ones(tmp_path: Path) -
     column = Ragged.from_arrow(hiding)
     assert column.length.tolist() == [2, -1, 2]
     assert column.row(1) is None
-    assert pad(column, 2, 0, "int64").tolist() == [[1, 2], [0, 0], [3, 4]]
+    lists = Lists(["a", "b", "c"], column.length.clip(0), np.arange(3), {"ids": column})
+    assert padded(lists).arrays["ids"].tolist() == [[1, 2], [0, 0], [3, 4]]
+    assert packed(lists).arrays["ids"].tolist() == [1, 2, 3, 4]
     store = TrajectoryStore.create(tmp_path / "s")
     # [] kept verbatim differs from null, which means "the slice of tokens".
     store.append(

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import trajstore.cli.verbs as verbs
-from trajstore.cli import maintain, show
+from trajstore.cli import cache, maintain, show
 from trajstore.errors import InputError, TrajstoreError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -27,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A columnar store for the trajectories of language-model RL.",
 )
+
+app.add_typer(cache.app, name="cache")
 
 
 class _Shell:

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trajstore import plan
 from trajstore.demo.policy import Policy, log_probs_of
 from trajstore.demo.train import EPOCHS, MAX_STALENESS, Update
 from trajstore.loader import TrajectoryLoader
+from trajstore.plan import Recipe, plan
 from trajstore.query import Connection, connect, stratified_sample
 from trajstore.selection import seeded_keys
 from trajstore.store import Scan, TrajectoryStore
@@ -126,19 +126,16 @@ def _padding(console: Console, facts: pl.DataFrame, seed: int) -> None:
     lengths = facts["length"].cast(pl.Int64).to_numpy()
     keys = seeded_keys(facts["id_hash"].to_numpy(), seed)
     plans = {
-        "order of arrival": plan.batches(lengths, BATCH_ROWS),
-        "shuffled": plan.batches(lengths, BATCH_ROWS, keys=keys),
-        f"shuffled, length buckets in windows of {BUCKET_WINDOW} batches": plan.batches(
-            lengths, BATCH_ROWS, keys=keys, bucket_window=BUCKET_WINDOW
+        "order of arrival": plan(lengths, Recipe(BATCH_ROWS)),
+        "shuffled": plan(lengths, Recipe(BATCH_ROWS), keys=keys),
+        f"shuffled, length buckets in windows of {BUCKET_WINDOW} batches": plan(
+            lengths, Recipe(BATCH_ROWS, bucket_window=BUCKET_WINDOW), keys=keys
         ),
     }
     _table(
         console,
         ("order", "batches", "padding ratio"),
-        (
-            (name, len(batches), f"{plan.padding_ratio(lengths, batches):.1%}")
-            for name, batches in plans.items()
-        ),
+        ((name, len(batches), f"{batches.padding_ratio(lengths):.1%}") for name, batches in plans.items()),
     )
 
 

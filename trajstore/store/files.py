@@ -240,11 +240,28 @@ def read(place: Place, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64
     Raises:
         CorruptFileError: the file is missing or cannot be read.
     """
+    with reading(place, file) as parquet:
+        there = [name for name in schema.names if name in parquet.schema_arrow.names]
+        table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
+    count = table.num_rows if there else file.rows if rows is None else len(rows)
+    columns = [
+        table.column(f.name).cast(f.type) if f.name in there else pa.nulls(count, f.type) for f in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+@contextmanager
+def reading(place: Place, file: DataFile) -> Iterator[pq.ParquetFile]:
+    """One file, open for reading.
+
+    Raises:
+        CorruptFileError: the file is missing or cannot be read.
+    """
     try:
         with place.open(file.name) as source:
-            parquet = pq.ParquetFile(source, pre_buffer=place.folder is None)
-            there = [name for name in schema.names if name in parquet.schema_arrow.names]
-            table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
+            yield pq.ParquetFile(source, pre_buffer=place.folder is None)
+    except TrajstoreError:
+        raise
     except FileNotFoundError as error:
         raise CorruptFileError(
             f"data file {place.url(file.name)} is gone: it was deleted, or its snapshot was vacuumed",
@@ -255,11 +272,6 @@ def read(place: Place, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64
             f"data file {place.url(file.name)} cannot be read: {error}",
             hint="restore the file from a backup, or go back to a snapshot that does not use it",
         ) from error
-    count = table.num_rows if there else file.rows if rows is None else len(rows)
-    columns = [
-        table.column(f.name).cast(f.type) if f.name in there else pa.nulls(count, f.type) for f in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _read_rows(parquet: pq.ParquetFile, columns: Sequence[str], rows: NDArray[np.int64]) -> pa.Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from trajstore import layouts
 from trajstore.batch import TrajectoryBatch, pad_values
 from trajstore.errors import QueryError
-from trajstore.layouts import Rows
+from trajstore.layouts import Ragged, Rows
 from trajstore.selection import Limit, Step, Where
 from trajstore.store import files
+from trajstore.store.cache import CacheUse, ColumnCache
 from trajstore.store.datafile import DataFile, LogFile
+from trajstore.store.place import Place
 from trajstore.store.table import Table
 from trajstore.trajectory import Trajectory
 
@@ -79,6 +81,7 @@ class Scan:
         self._steps = tuple(steps)
         self._columns = None if columns is None else tuple(columns)
         self._chosen: _Chosen | None = None
+        self.cache_use = CacheUse(0, 0)
         if self._columns is not None and (not self._columns or len(set(self._columns)) < len(self._columns)):
             raise QueryError(
                 f"columns is {list(self._columns)}, expected one name or more, each once",
@@ -99,6 +102,12 @@ class Scan:
         """Columns that the terminal verbs give."""
         names = self._columns or self._table.schema.names
         return pa.schema([self._table.schema.field(name) for name in names])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A recipe: another process opens the same snapshot and chooses the same rows. On an object store it
+        # holds the credentials that the store was opened with.
+        opened = (self._table.place, self._table.snapshot, self._steps, self._columns, self._only)
+        return _reopened, opened
 
     def __repr__(self) -> str:
         steps = "".join(f", {step.label}" for step in self._steps)
@@ -179,10 +188,24 @@ class Scan:
             yield TrajectoryBatch.from_arrow(self._gather(rows, self.schema))
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
-        """The row source that loaders take: scalars of a batch and addresses of these list columns."""
-        names = dict.fromkeys((*layouts.SCALARS, *columns))
-        schema = pa.schema([self._table.schema.field(n) for n in names if n in self._table.schema.names])
-        return Rows.from_arrow(self._read(schema), pad_values(self._table.schema))
+        """The row source that loaders take: scalars of a batch and addresses of these list columns.
+
+        They come from the column cache, decoded there first if they are new to it.
+        """
+        known = self._table.schema
+        names = [n for n in dict.fromkeys((*layouts.SCALARS, *columns)) if n in known.names]
+        chosen = self._choose()
+        used = np.unique(chosen.file)
+        table, self.cache_use = ColumnCache().open(
+            self._table.place, [chosen.files[i] for i in used], pa.schema([known.field(n) for n in names])
+        )
+        first = np.zeros(len(chosen.files), np.int64)
+        first[used] = np.cumsum([0, *(chosen.files[i].rows for i in used)])[:-1]
+        position = first[chosen.file] + chosen.row
+        flat = [n for n in names if not pa.types.is_large_list(table.schema.field(n).type)]
+        scalars = _take(table.select(flat), position)
+        lists = {n: Ragged.from_arrow(table.column(n), n).take(position) for n in names if n not in flat}
+        return replace(Rows.from_arrow(scalars, pad_values(known)), columns=lists)
 
     def data_files(self) -> list[str]:
         """Paths of the files the snapshot is made of, for readers of one's own."""
@@ -285,8 +308,20 @@ class Scan:
         return _take(table, position)
 
 
+def _reopened(
+    place: Place,
+    snapshot: int,
+    steps: Sequence[Step],
+    columns: Sequence[str] | None,
+    only: Sequence[LogFile] | None,
+) -> Scan:
+    return Scan(Table.open(place, snapshot), steps, columns, only=only)
+
+
 def _take(table: pa.Table, position: Int64s) -> pa.Table:
     # A chunked take joins the chunks, whose int32 list offsets overflow past 2^31 values: runs do not.
+    if not len(position):
+        return table.slice(0, 0)
     breaks = np.nonzero(np.diff(position) != 1)[0] + 1
     if len(breaks) > len(position) // 4:
         chunks = np.array_split(position, max(1, len(position) // 4096))
