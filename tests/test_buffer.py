@@ -243,6 +243,14 @@ def test_weights_are_those_of_a_race_of_all_members() -> None:
     assert (abs(ours - theirs) <= 7.5 * spread + 1e-3).all()
 
 
+def test_a_stratum_that_empties_slows_down() -> None:
+    """3 of 1 + 3 members of one weight: each with probability 3/4, and not as if no one had left."""
+    rng = np.random.default_rng(1)
+    ones = np.ones(2)
+    alone = sum(0 in draw.weighted(rng, np.array([1, 3]), ones, 3) for _ in range(1000)) / 1000
+    assert abs(alone - 0.75) < 0.07
+
+
 def test_fresher_rows_come_more_often() -> None:
     buffer = filled({0: 500, 3: 500}, seed=3)
     drawn = Counter(
@@ -289,6 +297,12 @@ def test_the_worst_member_decides_for_its_group() -> None:
     buffer.remove_stale(5)
     assert len(buffer) == 3
     assert len(buffer.sample(1, 3, whole_groups=True)) == 0, "a group that lost a row is not whole"
+    unsized = TrajectoryBuffer(max_staleness=9)
+    unsized.add_batch([row(i, i, group_id="b") for i in range(4)])
+    assert len(unsized.sample(1, 0, whole_groups=True)) == 4
+    unsized.remove_stale(11)
+    assert len(unsized) == 2
+    assert len(unsized.sample(1, 0, whole_groups=True)) == 0, "even when its size was never said"
 
 
 def test_the_oldest_groups_leave_whole() -> None:
