@@ -126,17 +126,17 @@ class TrajectoryBatch(Sequence[Trajectory]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrajectoryBatch) and self.to_arrow().equals(other.to_arrow())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickling a slice of an Arrow table sends the whole of its buffers; an IPC stream sends its rows.
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.to_arrow().schema) as writer:
+            writer.write_table(self.to_arrow())
+        return _from_stream, (type(self), sink.getvalue().to_pybytes())
+
     __hash__ = None  # type: ignore[assignment]  # compares by value, like a list
 
     def __repr__(self) -> str:
         return f"TrajectoryBatch({self.batch_size} trajectories, {self.num_tokens} tokens)"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As an IPC stream, which holds these rows only: pickled slices take their whole chunks with them.
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, self.to_arrow().schema) as stream:
-            stream.write_table(self.to_arrow())
-        return _unpickled, (sink.getvalue(),)
 
     @property
     def batch_size(self) -> int:
@@ -206,8 +206,8 @@ class TrajectoryBatch(Sequence[Trajectory]):
         }
 
 
-def _unpickled(stream: pa.Buffer) -> TrajectoryBatch:
-    return TrajectoryBatch.from_arrow(pa.ipc.open_stream(stream).read_all())
+def _from_stream(kind: type[TrajectoryBatch], stream: bytes) -> TrajectoryBatch:
+    return kind.from_arrow(pa.ipc.open_stream(stream).read_all())
 
 
 def pad_values(schema: pa.Schema) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The buffer next to a deque and to a numpy scan: draws, upkeep, memory, threads, in one interleaved run.
 
-Run: python tests/bench/buffer.py [--rows N] [--rounds N] [--seconds N]. A million rows of 200 versions come in
-version order; a gap of at most 8 is available. CPU time of the process, medians. What each contender does:
+Run: python tests/bench/buffer.py [--rows N] [--rounds N] [--seconds N] [--only PART]. A million rows of 200
+versions come in version order; a gap of at most 8 is available. CPU time of the process, medians. Contenders:
 
 - trajstore: the verbs of TrajectoryBuffer, which return batches of rows (`to_tensors` is timed on its own).
 - deque: objects with a version, filtered by a list comprehension at each call, then random.sample, as
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import pickle
 import random
 import resource
 import statistics
@@ -25,6 +24,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,9 @@ class Light:
         self.version = version
 
 
-def trajectory(i: int, version: int, tokens: int, rng: np.random.Generator, plain: bool = False) -> Trajectory:
+def trajectory(
+    i: int, version: int, tokens: int, rng: np.random.Generator, plain: bool = False
+) -> Trajectory:
     prompt = tokens // 4
     size = tokens - prompt
     numbers = {
@@ -128,7 +130,9 @@ def stats_of(versions: np.ndarray) -> tuple[Any, ...]:
 def draws(count: int, rounds: int) -> None:
     started = time.process_time()
     buffer, versions = full(count)
-    print(f"{count} rows of 8 tokens in {VERSIONS} versions added in {time.process_time() - started:.1f} s CPU")
+    print(
+        f"{count} rows of 8 tokens in {VERSIONS} versions added in {time.process_time() - started:.1f} s CPU"
+    )
     objects = deque(map(Light, versions.tolist()))
     current, rng = VERSIONS - 1, np.random.default_rng(0)
 
@@ -189,11 +193,16 @@ def adding(rounds: int) -> None:
     for plain in (True, False):
         rows = [trajectory(i, 0, 1000, rng, plain) for i in range(256)]
         buffer = TrajectoryBuffer(max_size=2048)
-        taken = take_turns({"codec": lambda: encode(rows), "add_batch": lambda: buffer.add_batch(rows)}, rounds)  # noqa: B023
+        contenders: dict[str, Callable[[], Any]] = {
+            "codec": lambda rows=rows: encode(rows),
+            "add_batch": lambda rows=rows, buffer=buffer: buffer.add_batch(rows),
+        }
+        taken = take_turns(contenders, rounds)
         ratio = taken["add_batch"] / taken["codec"]
         print(
             f"{'reached' if ratio <= 1.2 else 'MISSED'}: add_batch of 256 rows of 1000 tokens, "
-            f"{'lists' if plain else 'numpy'}: {taken['add_batch'] * 1e3:.2f} ms, {ratio:.2f}x encode, target 1.2x"
+            f"{'lists' if plain else 'numpy'}: {taken['add_batch'] * 1e3:.2f} ms, {ratio:.2f}x encode, "
+            "target 1.2x"
         )
 
 
@@ -225,7 +234,8 @@ def tensors(rounds: int) -> None:
     ratio = taken["sample, to_tensors"] / taken["loader"]
     print(
         f"\n{'reached' if ratio <= 2 else 'MISSED'}: 256 sampled rows of 1000 tokens to padded tensors "
-        f"{taken['sample, to_tensors'] * 1e3:.1f} ms, loader {taken['loader'] * 1e3:.1f} ms: {ratio:.2f}x, target 2x"
+        f"{taken['sample, to_tensors'] * 1e3:.1f} ms, loader {taken['loader'] * 1e3:.1f} ms: {ratio:.2f}x, "
+        "target 2x"
     )
 
 
@@ -243,9 +253,9 @@ def memory() -> None:
     arrow, ours, theirs = found["arrow"], found["buffer"], found["deque"]
     good = ours <= 1.2 * arrow and 5 * ours <= theirs
     print(
-        f"\n{'reached' if good else 'MISSED'}: 10k rows of 1000 tokens: Arrow bytes {arrow / 1e6:.0f} MB, buffer "
-        f"{ours / 1e6:.0f} MB resident ({ours / arrow:.2f}x, target 1.2x), deque of objects {theirs / 1e6:.0f} MB "
-        f"({theirs / ours:.1f}x ours, target 5x)"
+        f"\n{'reached' if good else 'MISSED'}: 10k rows of 1000 tokens: Arrow bytes {arrow / 1e6:.0f} MB, "
+        f"buffer {ours / 1e6:.0f} MB resident ({ours / arrow:.2f}x, target 1.2x), deque of objects "
+        f"{theirs / 1e6:.0f} MB ({theirs / ours:.1f}x ours, target 5x)"
     )
 
 
@@ -273,13 +283,11 @@ def hold(kind: str) -> None:
 
 
 def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def threads(seconds: float) -> None:
     """Two adders and two samplers at once; every row that was added is counted."""
-    rng = np.random.default_rng(0)
     buffer = TrajectoryBuffer(max_size=10**9, max_staleness=GAP)
     stop, added, waits, errors = threading.Event(), [0, 0], [], []
     version = [0]
@@ -302,8 +310,7 @@ def threads(seconds: float) -> None:
                 begun = time.perf_counter()
                 found = buffer.sample(256, version[0], stratified=stratified)
                 waits.append(time.perf_counter() - begun)
-                assert len(found) == min(256, len(found))
-                found.rewards
+                assert len(found.rewards) == len(found) <= 256
         except BaseException as error:
             errors.append(error)
 
@@ -322,9 +329,9 @@ def threads(seconds: float) -> None:
     lost = sum(added) - removed - len(buffer)
     p50, p99 = np.percentile(waits, [50, 99]) * 1e3
     print(
-        f"\n{'reached' if not lost and not errors else 'MISSED'}: {seconds:.0f} s of two adders and two samplers: "
-        f"{sum(added)} rows added, {removed} removed, {lost} lost, {len(waits)} samples of 256, p50 {p50:.2f} ms, "
-        f"p99 {p99:.2f} ms, {len(errors)} errors {errors[:1]}"
+        f"\n{'reached' if not lost and not errors else 'MISSED'}: {seconds:.0f} s of two adders and two "
+        f"samplers: {sum(added)} rows added, {removed} removed, {lost} lost, {len(waits)} samples of 256, "
+        f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, {len(errors)} errors {errors[:1]}"
     )
 
 
