@@ -184,3 +184,16 @@ def test_a_group_larger_than_a_batch_is_refused_by_the_plan() -> None:
     rows = [Trajectory(group_id="g", response_tokens=[1] * 8, status=TrajectoryStatus.COMPLETED)] * 4
     with pytest.raises((ValidationError, ValueError)):
         forecast(facts(TrajectoryBatch(rows)), Recipe(max_tokens=16, whole_groups=True))
+
+
+def test_only_completed_members_speak_for_their_group() -> None:
+    def member(version: int, status: TrajectoryStatus) -> Trajectory:
+        return Trajectory(group_id="g", response_tokens=[1], version=PolicyVersion(version), status=status)
+
+    done, aborted = TrajectoryStatus.COMPLETED, TrajectoryStatus.ABORTED
+    rows = [member(5, done), member(5, done), member(0, aborted)]
+    kept = forecast(facts(TrajectoryBatch(rows)), Recipe(batch_size=2), max_staleness=1, group=2)
+    assert kept.dropped == {"not completed": 1}
+    rows = [member(5, done), member(0, done), member(5, aborted)]
+    lost = forecast(facts(TrajectoryBatch(rows)), Recipe(batch_size=2), max_staleness=1, group=2)
+    assert lost.dropped == {"not completed": 1, "stale": 2}

@@ -184,3 +184,15 @@ def test_an_empty_store(tmp_path: Path) -> None:
     assert len(found) == 0
     assert found.at is None
     assert set(MEASURES) <= set(found.frame.columns)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_only_a_mask_that_is_one_place_early_is_shifted(first: int) -> None:
+    marks = [0] * first + [1] * 3 + [0] * (3 - first)
+    row = Trajectory(prompt_tokens=[7, 7], response_tokens=[1, 1, 1, 1], loss_mask=marks)
+    response = Trajectory(
+        prompt_tokens=[7] * 3, response_tokens=[1, 1, 1], loss_mask=marks, behavior_log_probs=marks
+    )
+    found = measure(TrajectoryBatch([row, response]).to_arrow())
+    assert found["mask_shifted"].tolist() == [False, first == 2]
+    assert found["log_probs_shifted"].tolist() == [False, first == 2]
