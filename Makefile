@@ -35,7 +35,7 @@ schemas: $(READY)
 	$(BIN)/python -c 'import pathlib, trajstore.schema; trajstore.schema.write(pathlib.Path("schemas"))'
 
 clean:
-	rm -rf $(VENV) trajstore-demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) trajstore-demo trajstore-demo-report.html dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml constraints.txt trajstore/layouts/_kernel.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trajstore needs Python 3.11 or newer, this is " + sys.version)'
