@@ -261,3 +261,16 @@ def test_any_backbone_that_gives_hidden_states_will_do() -> None:
     )  # fmt: skip
     assert found.shape[0] == 2
     assert found[:, 0].tolist() == [0, 0]
+
+
+def test_a_row_that_ended_attends_to_nothing_more() -> None:
+    case = OPS["generate_greedy"]
+    model = CausalILQLModel(Tables(case["tables"], True), hidden_size=10, vocab_size=10)
+    model.ilql_heads = TableHeads(case["tables"], True)  # type: ignore[assignment]  # looks up, learns nothing
+    decoding = Decoding(temperature=0, beta=100, max_new_tokens=3)
+    prompts, mask = torch.tensor(case["prompt"]), torch.tensor(case["attention_mask"])
+    found = generate(model, prompts, mask, eos_token_id=9, decoding=decoding)
+    assert found[2].tolist() == [6, 7, 8, 9, 9, 9]
+    masks = [call["attention_mask"] for call in model.backbone.calls]
+    assert [m[2] for m in masks] == [[1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0, 0]]
+    assert masks[2][0] == [0, 0, 1, 1, 1]
