@@ -216,9 +216,7 @@ def memory(folder: Path, rows: int) -> None:
         path.write_bytes(once * times)
         command = [sys.executable, "-c", code, str(path), str(folder / f"store{times}")]
         peak = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-        print(
-            f"{len(once) * times / 1e6:.0f} MB of JSON lines, {rows * times:,} rows: peak {peak / 1024:.0f} MiB"
-        )
+        print(f"{len(once) * times / 1e6:.0f} MB of lines, {rows * times:,} rows: peak {peak / 1024:.0f} MiB")
 
 
 if __name__ == "__main__":
