@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -205,17 +205,18 @@ def main() -> None:
 
 
 def memory(folder: Path, rows: int) -> None:
-    """Peak memory while the same lines are imported four times over: it must not grow with the file."""
+    """Peak memory of a fresh process that imports the same lines once, and four times over."""
     once = (folder / "rows.jsonl").read_bytes()
-    peaks = []
+    code = (  # not ru_maxrss, in which a child begins with its parent's
+        "import re, sys; from trajstore.ingest import ingest; ingest(sys.argv[1], sys.argv[2]); "
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    )
     for times in (1, 4):
         path = folder / f"x{times}.jsonl"
         path.write_bytes(once * times)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        to_store(path, "trajstore-jsonl", folder)
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        print(f"{len(once) * times / 1e6:.0f} MB of JSON lines, {rows * times:,} rows: peak memory "
-              f"{peaks[-1] / 1024:.0f} MiB ({(peaks[-1] - before) / 1024:+.0f})")  # fmt: skip
+        command = [sys.executable, "-c", code, str(path), str(folder / f"store{times}")]
+        peak = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+        print(f"{len(once) * times / 1e6:.0f} MB of lines, {rows * times:,} rows: peak {peak / 1024:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -133,17 +133,18 @@ def pack(row: Trajectory) -> None:
             if kind == "B":
                 setattr(row, name, np.frombuffer(bytes(values), np.uint8))
             else:
-                raw = struct.pack(f"{len(values)}{kind}", *values)
-                setattr(row, name, np.frombuffer(raw, np.dtype(kind)))
-        except (TypeError, ValueError, struct.error):
+                numbers = np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), np.dtype(kind))
+                if kind == "i" or not np.isinf(numbers).any():  # given so, or a double that does not fit
+                    setattr(row, name, numbers)
+        except (TypeError, ValueError, OverflowError, struct.error):
             continue
 
 
 _LONG = 256
 _PACKED = {
     "tokens": "i", "prompt_tokens": "i", "response_tokens": "i", "attention_mask": "B", "loss_mask": "B",
-    "action_mask": "B", "log_probs": "d", "behavior_log_probs": "d", "token_rewards": "d", "values": "d",
-    "advantages": "d", "returns": "d",
+    "action_mask": "B", "log_probs": "f", "behavior_log_probs": "f", "token_rewards": "f", "values": "f",
+    "advantages": "f", "returns": "f",
 }  # fmt: skip
 
 
