@@ -150,7 +150,7 @@ class Buffers(RuleBasedStateMachine):
         ids = [t.id for t in batch]
         assert len(ids) == min(n, len(there))
         assert ids == [id for id in there if id in set(ids)], "rows come once, in order of arrival"
-        if how == "even":
+        if how == "stratified":
             strata = Counter(t.version.version_id for t in self.naive.available(current))
             got = Counter(t.version.version_id for t in batch)
             open_ = [got[v] for v, size in strata.items() if got[v] < size]

@@ -212,7 +212,7 @@ def test_killed_in_the_middle(store: TrajectoryStore, tmp_path: Path) -> None:
     for number in range(2):
         before = progress.read_text()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.test_buffer_store", str(store.path), str(progress), str(number)],
+            [sys.executable, "-m", "tests.buffer_worker", str(store.path), str(progress), str(number)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
@@ -220,7 +220,7 @@ def test_killed_in_the_middle(store: TrajectoryStore, tmp_path: Path) -> None:
         while progress.read_text().count("\n") < before.count("\n") + 2:
             assert process.poll() is None
             assert time.monotonic() < deadline
-            time.sleep(0.005)
+            time.sleep(0.01)
         time.sleep(random.uniform(0, 0.2))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -242,24 +242,3 @@ def test_killed_in_the_middle(store: TrajectoryStore, tmp_path: Path) -> None:
         counts = Counter(t.id for t in store.scan().to_trajectories())
         assert set(counts.values()) == {1}
         opened.close()
-
-
-def work(path: str, progress: str, number: str) -> None:
-    """Adds partials and continues some, and notes after each flush what is durable; until it is killed."""
-    buffer = TrajectoryBuffer(store=TrajectoryStore.open(path))
-    for step in range(10**6):
-        made = [partial(int(number) * 10**6 + step * 10 + i, step) for i in range(3)]
-        buffer.add_batch(made)
-        there = buffer.get_partials_for_prompts(max_continuations=99)[:2]
-        for old in there:
-            buffer.add(old.continue_with([1], [-1.0], step, status=random.choice([ABORTED, *GOOD])))
-        buffer.flush()
-        with Path(progress).open("a") as out:
-            note = {"partials": [t.id for t in made], "continued": [t.id for t in there]}
-            out.write(json.dumps(note) + "\n")
-
-
-GOOD = (TrajectoryStatus.COMPLETED,)
-
-if __name__ == "__main__":
-    work(*sys.argv[1:])

@@ -260,7 +260,10 @@ class TrajectoryBuffer:
     # Upkeep
 
     def remove_stale(self, current_version: PolicyVersion | int) -> int:
-        """Removes rows whose version gap exceeds the limit and returns how many; unknown versions stay."""
+        """Removes rows whose version gap exceeds the limit and returns how many; unknown versions stay.
+
+        Memory of up to an eighth of the rows that are left, and 1024 more, comes back at the next add only.
+        """
         with self._change:
             floor = self._floor(current_version)
             return 0 if floor is None else self._rows.remove_versions(floor)

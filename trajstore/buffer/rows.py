@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -31,35 +32,47 @@ _SMALL_ROWS, _SMALL_TOKENS = 1024, 1 << 16
 
 
 class Bucket:
-    """The slots of one version, ascending."""
+    """The slots of one version, ascending.
+
+    Rows of a version mostly come in a row: its slots are then `first`, `first + 1`, ..., and no verb has to
+    read them.
+    """
 
     def __init__(self) -> None:
-        self._slots = Column(np.int64)
-        self._first = 0
+        self.replace(_NONE)
 
     @property
     def slots(self) -> Int64s:
-        return self._slots.values[self._first :]
+        return self._slots.values[self._skipped :]
 
-    def __len__(self) -> int:
-        return len(self._slots.values) - self._first
+    @property
+    def is_run(self) -> bool:
+        """Whether the slots are `size` ones from `first` on."""
+        return self._last - self.first == self.size - 1
 
     def append(self, slots: Int64s) -> None:
         self._slots.append(slots)
+        self._measure()
 
     def remove(self, slots: Int64s) -> None:
         """Takes some of its slots out; the oldest ones cost nothing."""
         held = self.slots
         if len(slots) <= len(held) and np.array_equal(held[: len(slots)], slots):
-            self._first += len(slots)
+            self._skipped += len(slots)
+            self._measure()
             return
         keep = np.ones(len(held), bool)
         keep[np.searchsorted(held, slots)] = False
         self.replace(held[keep])
 
     def replace(self, slots: Int64s) -> None:
-        self._slots, self._first = Column(np.int64, len(slots)), 0
-        self._slots.append(slots)
+        self._slots, self._skipped = Column(np.int64, len(slots)), 0
+        self.append(slots)
+
+    def _measure(self) -> None:
+        slots = self.slots
+        self.size = len(slots)
+        self.first, self._last = (int(slots[0]), int(slots[-1])) if self.size else (0, -1)
 
 
 class Rows:
@@ -76,6 +89,8 @@ class Rows:
         self._spans: list[tuple[int, int]] = []  # slots of each chunk
         self._oldest = 0  # no slot below it is held
         self._dead = self._dead_seen = 0  # rows in chunks that are no longer held; when last looked at
+        self._emptied: list[Chunk] = []  # to be let go of
+        self._emptied_rows = 0
         self._clear_columns()
 
     def _clear_columns(self) -> None:
@@ -146,8 +161,7 @@ class Rows:
 
     def counts(self, versions: Iterable[int]) -> Int64s:
         """Rows of each of these versions."""
-        buckets = self._buckets
-        return np.array([len(buckets[version]) for version in versions], np.int64)
+        return np.array([self._buckets[version].size for version in versions], np.int64)
 
     def slots(self, versions: Sequence[int], members: Int64s | None = None) -> Int64s:
         """Slots of these versions' rows, ascending.
@@ -156,19 +170,19 @@ class Rows:
             versions: some that are held.
             members: ascending numbers of rows, counted through the versions one after another; None = all.
         """
-        buckets = [self._buckets[version].slots for version in versions]
+        buckets = [self._buckets[version] for version in versions]
+        edges = [0, *accumulate(bucket.size for bucket in buckets)]
         if members is None:
-            parts = buckets
+            slots = np.concatenate([_NONE, *(bucket.slots for bucket in buckets)])
+        elif all(bucket.is_run for bucket in buckets):
+            shifts = np.array(
+                [bucket.first - edge for bucket, edge in zip(buckets, edges, strict=False)], np.int64
+            )
+            slots = members + shifts[np.searchsorted(edges[1:], members, side="right")]
         else:
-            edges = np.zeros(len(buckets) + 1, np.int64)
-            np.cumsum(self.counts(versions), out=edges[1:])
-            cuts, starts = members.searchsorted(edges).tolist(), edges.tolist()
-            parts = [
-                _at(bucket, members[a:b], start)
-                for bucket, a, b, start in zip(buckets, cuts[:-1], cuts[1:], starts[:-1], strict=True)
-                if b > a
-            ]
-        slots = np.concatenate([_NONE, *parts])
+            cuts = np.searchsorted(members, edges).tolist()
+            parts = zip(buckets, edges, pairwise(cuts), strict=False)
+            slots = np.concatenate([bucket.slots[members[a:b] - edge] for bucket, edge, (a, b) in parts])
         slots.sort()
         return slots
 
@@ -215,13 +229,12 @@ class Rows:
     def remove_versions(self, floor: int) -> int:
         """Takes out all rows of a known version below `floor`; returns how many."""
         low, high = bisect_left(self._versions, UNKNOWN + 1), bisect_left(self._versions, floor)
-        gone = [self._buckets.pop(version).slots for version in self._versions[low:high]]
-        if not gone:
-            return 0
+        before = self.size
+        for version in self._versions[low:high]:
+            bucket = self._buckets.pop(version)
+            self._forget(slice(bucket.first, bucket.first + bucket.size) if bucket.is_run else bucket.slots)
         del self._versions[low:high]
-        slots = np.concatenate(gone)
-        self._forget(slots)
-        return len(slots)
+        return before - self.size
 
     def remove(self, slots: Int64s) -> None:
         """Takes out rows that are held."""
@@ -231,27 +244,37 @@ class Rows:
         for version, part in _by(self._version.values[slots], slots):
             bucket = self._buckets[version]
             bucket.remove(part)
-            if not len(bucket):
+            if not bucket.size:
                 del self._buckets[version]
                 del self._versions[bisect_left(self._versions, version)]
         self._forget(slots)
 
-    def _forget(self, slots: Int64s) -> None:
+    def _forget(self, slots: Int64s | slice) -> None:
         """Everything about rows that are no longer in a bucket."""
         self._held.values[slots] = False
-        self.size -= len(slots)
         self.groups.remove(self._group.values[slots])
-        gone = np.bincount(self._place.values[slots] >> 32)
-        for number in np.flatnonzero(gone).tolist():
-            self._live[number] -= int(gone[number])
-            self._dead += int(gone[number])
+        chunks, rows = _counted(self._place.values[slots] >> 32)
+        for number, count in zip(chunks, rows, strict=True):
+            self.size -= count
+            self._live[number] -= count
+            self._dead += count
             chunk = self._chunks[number]
             if not self._live[number] and chunk is not None:
                 self._dead -= len(chunk)
                 self._chunks[number] = None
+                self._emptied.append(chunk)
+                self._emptied_rows += len(chunk)
+        if self._emptied_rows > self.size // 8 + 1024:
+            self._free()
+
+    def _free(self) -> None:
+        """Lets go of empty chunks. It costs more than all else about removing, so the next add does it."""
+        self._emptied.clear()
+        self._emptied_rows = 0
 
     def _tidy(self) -> None:
         """Gives memory back once enough is held for nothing: so removing rows copies none of the others."""
+        self._free()
         if self._dead - self._dead_seen > self.size // 8 + 1024:
             for number, chunk in enumerate(self._chunks):
                 if chunk is not None and 2 * self._live[number] < len(chunk):
@@ -292,12 +315,10 @@ class Rows:
         self.groups.renumber(self._group.values)
 
 
-def _at(bucket: Int64s, members: Int64s, start: int) -> Int64s:
-    """Slots of members that are counted from `start`; rows that came in a row need no look."""
-    first = int(bucket[0])
-    if int(bucket[-1]) - first == len(bucket) - 1:
-        return members + (first - start)
-    return bucket[members - start]
+def _counted(numbers: Int64s) -> tuple[list[int], list[int]]:
+    """Numbers [N] that are mostly equal to their neighbours, as runs: the number and the length of each."""
+    first = np.flatnonzero(np.diff(numbers, prepend=-1))
+    return numbers[first].tolist(), np.diff(first, append=len(numbers)).tolist()
 
 
 def _by(versions: Int64s, slots: Int64s) -> Iterable[tuple[int, Int64s]]:
