@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trajstore import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryStatus
 from trajstore.query import metrics
-from trajstore.query.survey import CLIP, facts, survey
+from trajstore.query.measures import CLIP
+from trajstore.query.survey import facts, survey
 
 CURRENT = 6
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from trajstore.query.survey import CLIP
+from trajstore.query.measures import CLIP
 from trajstore.report import charts
 from trajstore.report.charts import library
 from trajstore.report.facts import Facts
