@@ -81,7 +81,7 @@ def naive(row: Trajectory) -> dict[str, Any]:
 
 
 @given(st.lists(rows(), min_size=1, max_size=8), st.sampled_from([1, 7, 1 << 16]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_sums_are_those_of_plain_loops(trajectories: list[Trajectory], block: int) -> None:
     batch = TrajectoryBatch(trajectories)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_the_sums_are_those_of_plain_loops(trajectories: list[Trajectory], block
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=2, max_size=10))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_hashes_name_the_tokens_and_their_order(responses: list[list[int]]) -> None:
     made = [Trajectory(prompt_tokens=[7] * (i % 3), response_tokens=r) for i, r in enumerate(responses)]
     found = measure(TrajectoryBatch(made).to_arrow())

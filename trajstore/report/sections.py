@@ -10,11 +10,8 @@ import polars as pl
 
 from trajstore.query.measures import CLIP
 from trajstore.report import charts
-from trajstore.report.charts import library
 from trajstore.report.facts import Facts
 from trajstore.report.text import number, numbers, percent, short, tokens
-
-__all__ = ["Section", "all_of", "library"]
 
 SHOWN_COLUMNS = 12
 
