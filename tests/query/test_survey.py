@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import PolicyVersion, QueryError, Trajectory, TrajectoryBatch, TrajectoryStore
-from trajstore.query import measures
+from trajstore.query import blocks, measures
 from trajstore.query.measures import CLIP, MEASURES, measure
-from trajstore.query.survey import facts, survey
+from trajstore.query.survey import facts, importance_ratio, survey
 
 log_probs = st.floats(-20, 0, width=32) | st.sampled_from([0.0, math.nan, -math.inf, 0.5])
 
@@ -85,7 +85,7 @@ def naive(row: Trajectory) -> dict[str, Any]:
 def test_the_sums_are_those_of_plain_loops(trajectories: list[Trajectory], block: int) -> None:
     batch = TrajectoryBatch(trajectories)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measures, "BLOCK", block)
+        patch.setattr(blocks, "BLOCK", block)
         found = measure(batch.to_arrow())
     for i, row in enumerate(batch):
         for name, expected in naive(row).items():
@@ -106,12 +106,24 @@ def test_hashes_name_the_tokens_and_their_order(responses: list[list[int]]) -> N
             assert (found["prompt_hash"][i] == found["prompt_hash"][j]) == (i % 3 == j % 3)
 
 
+@given(st.lists(rows(), max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_the_mean_importance_ratio(trajectories: list[Trajectory]) -> None:
+    batch = TrajectoryBatch(trajectories)
+    found = survey(batch).frame
+    tokens = found["ratio_tokens"].sum()
+    expected = found["log_weight"].exp().sum() / tokens if tokens else math.nan
+    assert importance_ratio(batch) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
 def test_ratios_that_overflow_stay_finite_where_they_can() -> None:
     row = Trajectory(response_tokens=[1, 2], log_probs=[-1.0, -1.0], behavior_log_probs=[-801.0, -1.0])
     found = measure(TrajectoryBatch([row]).to_arrow())
     assert found["log_weight"][0] == pytest.approx(800.0)
     assert found["log_weight_squared"][0] == pytest.approx(1600.0)
     assert found["k3_sum"][0] == math.inf
+    row = Trajectory(response_tokens=[1], log_probs=[-500.0], behavior_log_probs=[-1.0])
+    assert measure(TrajectoryBatch([row]).to_arrow())["log_weight"][0] == pytest.approx(-499.0)
 
 
 @pytest.fixture(scope="module")

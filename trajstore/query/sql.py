@@ -2,8 +2,9 @@
 
 Views read registered Arrow data, and external access and spilling are switched off and locked: the text of a
 query can read the store's rows and nothing else, and can write nowhere. One text is one query, so that none
-changes what the next one sees. Only a connection that its owner calls trusted is DuckDB as it is. A query that needs scalar columns only is answered from what the handle has
-decoded already; one that needs a list column reads the files.
+changes what the next one sees. A query that needs scalar columns only is answered from what the handle has
+decoded already; one that needs a list column reads the files. Only a connection that its owner calls trusted
+is DuckDB as it is.
 """
 
 from __future__ import annotations
@@ -277,8 +278,8 @@ def connect(
         current_version: the trainer's policy version, for `version_gap`.
         plans: batching plans by name for the view `batches`: each gives arrays of positions in the order
             of the scan's rows, as a `trajstore.plan.Plan` does.
-        trusted: for SQL of your own, never for what somebody else typed: nothing is confined. Queries may read
-            and write any file, make tables and load extensions; the store's files are read by DuckDB itself.
+        trusted: for SQL of your own, never for what somebody else typed: nothing is confined. Queries may
+            read and write any file, make tables and load extensions, and DuckDB itself reads the files.
 
     Raises:
         CorruptFileError: a data file of the snapshot is missing.
@@ -293,7 +294,8 @@ def _names(view: str, query: str) -> bool:
 
 
 def _result(connection: duckdb.DuckDBPyConnection, query: str, parameters: Any) -> pa.Table:
-    answer = connection.sql(query, params=parameters)
+    # The stub does not say it: a statement that is no query has no result.
+    answer: duckdb.DuckDBPyRelation | None = connection.sql(query, params=parameters)
     return pa.table({}) if answer is None else _whole_numbers(answer.to_arrow_table())
 
 

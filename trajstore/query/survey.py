@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from trajstore.batch import TrajectoryBatch
 from trajstore.errors import QueryError
-from trajstore.query.measures import MEASURES, columns_of, measure
+from trajstore.query.measures import MEASURES, RATIO_COLUMNS, columns_of, measure, ratio_sums
 from trajstore.schema import BY_NAME
 from trajstore.selection.steps import scalar
 from trajstore.store import Scan, TrajectoryStore
@@ -150,3 +150,20 @@ def survey(
         for name, values in measure(table, measures).items():
             whole[name][positions] = values
     return Survey(known.at, by, known.frame.with_columns(**{n: pl.Series(v) for n, v in whole.items()}))
+
+
+def importance_ratio(source: Source) -> float:
+    """Mean of exp(log_probs - behavior_log_probs) over the tokens the policy sampled that have both, to 1e-6.
+
+    It keeps no sums a row, so it costs a fraction of a survey; `metrics.drift` says it at each version gap.
+    NaN where no token has both.
+
+    Raises:
+        CorruptFileError: a data file cannot be read.
+    """
+    source = source.scan() if isinstance(source, TrajectoryStore) else source
+    total, count = 0.0, 0
+    for _, table in _pieces(source, ("length", "prompt_length", *RATIO_COLUMNS)):
+        more, tokens = ratio_sums(table)
+        total, count = total + more, count + tokens
+    return total / count if count else float("nan")

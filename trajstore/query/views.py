@@ -42,7 +42,7 @@ def unlocked() -> duckdb.DuckDBPyConnection:
 
 
 def over_parquet(paths: Sequence[str], schema: pa.Schema) -> str:
-    """A query for these columns of local Parquet files; it reads `nothing`, a table of the schema without rows.
+    """A query for these columns of local Parquet files; it reads `nothing`, a table without rows.
 
     A file may lack columns that were added later: they are null in its rows.
     """

@@ -6,6 +6,7 @@ for the same versions, which are in the file's name.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import tempfile
 from contextlib import suppress
@@ -23,7 +24,8 @@ def library() -> str:
     A cache folder that cannot be written costs the time again, and nothing else.
     """
     version = "_".join(alt.SCHEMA_VERSION.split(".")[:2])
-    kept = default_folder() / "report" / f"vega-lite-{version}-by-vl-convert-{vl_convert.__version__}.js"
+    made_by = importlib.metadata.version("vl-convert-python")
+    kept = default_folder() / "report" / f"vega-lite-{version}-by-vl-convert-{made_by}.js"
     with suppress(OSError):
         return kept.read_text(encoding="utf-8")
     # The stub has no default for the snippet, the function has.
