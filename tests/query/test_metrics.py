@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trajstore import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryStatus
 from trajstore.query import metrics
-from trajstore.query.survey import CLIP, facts, survey
+from trajstore.query.measures import CLIP
+from trajstore.query.survey import facts, survey
 
 CURRENT = 6
 
@@ -60,7 +61,7 @@ def mean(values: list[float]) -> float | None:
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_table_is_that_of_plain_loops(made: list[Trajectory]) -> None:
     batch = TrajectoryBatch(made)
     frame, rows = survey(batch, at=CURRENT).frame, list(batch)
@@ -173,7 +174,7 @@ def check_staleness(frame: pl.DataFrame, rows: list[Trajectory]) -> None:
 
 
 @given(st.lists(st.floats(-700, 700), min_size=1, max_size=20), st.floats(-500, 500))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_effective_sample_size(log_weights: list[float], shift: float) -> None:
     found = metrics.ess(np.array(log_weights))
     assert 1 / len(log_weights) <= found * (1 + 1e-9)

@@ -64,7 +64,7 @@ def reason(row: Trajectory, rows: list[Trajectory], most: int | None, group: int
     st.sampled_from([None, 2, 3]),
     st.integers(8, 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_is_dropped_and_why(
     made: list[Trajectory], most: int | None, group: int | None, budget: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from trajstore import CorruptFileError, PolicyVersion, QueryError, Trajectory, TrajectoryStore
 from trajstore.query import connect, fresh, stratified_sample
+from trajstore.schema import Column
 
 REWARDS = [1.0, 2.0, math.nan, 3.0, 6.0, 7.0, -0.0, math.inf, -math.inf]
 
@@ -243,6 +244,39 @@ def test_cursors_work_in_other_threads_at_once(store: TrajectoryStore, narrowed:
     for thread in threads:
         thread.join()
     assert found == [[expected] * 3] * 4
+
+
+# Trusted
+
+
+def test_a_trusted_connection_is_duckdb_as_it_is(tmp_path: Path) -> None:
+    store = TrajectoryStore.create(tmp_path / "a b's store")
+    store.append(rows()[:5])
+    store.maintenance.add_column(Column("entropy", pa.float64()))
+    store = TrajectoryStore.open(store.path)
+    store.append(rows()[5:])
+    for source in (store, store.at(1), store.scan("length > 4"), store.scan(columns=["id", "reward"])):
+        trusted = connect(source, current_version=9, trusted=True)
+        query = "select * exclude (reward), reward::text as reward from trajectories order by id"
+        assert trusted.sql(query).to_pylist() == connect(source, current_version=9).sql(query).to_pylist()
+    trusted = connect(store, current_version=9, trusted=True)
+    assert trusted.sql("select count(*) as n from tokens").to_pylist() == [{"n": 63}]
+    assert "READ_PARQUET" in str(trusted.sql("explain select sum(length) from trajectories").to_pylist())
+    out = tmp_path / "out.parquet"
+    trusted.sql(f"create table long as from trajectories where length > 4; copy long to '{out}'")
+    with trusted.cursor() as cursor:  # it sees the views again, and the same tables
+        both = "select (select count(*) from long) as made, (select count(*) from groups) as groups"
+        assert cursor.sql(both).to_pylist() == [{"made": 7, "groups": 0}]
+        assert cursor.sql(f"select count(*) as n from '{out}'").to_pylist() == [{"n": 7}]
+    with pytest.raises(QueryError, match="nope"):
+        trusted.sql("select nope from trajectories")
+
+
+def test_a_name_of_a_file_is_never_a_pattern(tmp_path: Path) -> None:
+    store = TrajectoryStore.create(tmp_path / "run[1]*")
+    store.append(rows())
+    query = "select count(*) as n from trajectories"
+    assert connect(store, trusted=True).sql(query).to_pylist() == [{"n": 9}]
 
 
 # Confinement

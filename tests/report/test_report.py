@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trajstore import PolicyVersion, Trajectory, TrajectoryStatus, TrajectoryStore
-from trajstore.report import Facts, gather, page
+from trajstore.report import Facts, bundle, gather, page
 from trajstore.report.facts import OTHER_TASKS, SHOWN_TASKS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -141,6 +141,24 @@ def test_the_page_loads_nothing_and_forbids_it(text: str) -> None:
     assert "unsafe-eval" not in text
     assert "@import" not in text
     assert "url(" not in text.partition("</style>")[0]
+
+
+def test_the_script_is_made_once(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def never(**_: str) -> str:
+        raise AssertionError("made again")
+
+    made = bundle.library()
+    assert made in text
+    assert "</script" not in made
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle.vl_convert, "javascript_bundle", never)
+        assert bundle.library() == made
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "file"))
+    assert bundle.library() == made, "where no cache can be, it is made again"
+    monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "new"))
+    bundle.library()
+    assert [path.suffix for path in (tmp_path / "new" / "report").iterdir()] == [".js"]
 
 
 def test_the_facts_are_those_of_the_rows(facts: Facts) -> None:

@@ -43,7 +43,7 @@ def laid_out(given: list[Any]) -> tuple[list[Any], list[int], list[int | None], 
     return segments, lengths, oldest, newest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(row, max_size=6), st.integers(0, 3))
 def test_the_mean_is_over_the_tokens_of_the_segments(given: list[Any], cut: int) -> None:
     segments, _, oldest, newest = laid_out(given)
@@ -68,7 +68,7 @@ def test_a_mean_of_large_versions_loses_nothing() -> None:
     assert mean_versions(rows, pa.array([base]), pa.array([base + 4])).to_pylist() == [base + 3.0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(row, max_size=6), st.integers(0, 12), st.integers(0, 4), st.integers(0, 3))
 def test_a_token_goes_by_its_segment_else_by_the_rows_oldest(
     given: list[Any], at: int, limit: int, cut: int

@@ -25,6 +25,7 @@ from trajstore import (
 )
 from trajstore.query import fresh, stratified_sample
 from trajstore.schema import Column, list_of
+from trajstore.selection import GapOf
 
 
 def rollout(i: int, version: int | None = None) -> Trajectory:
@@ -103,6 +104,20 @@ def test_wholly_stale_files_go_by_the_log_alone(store: TrajectoryStore) -> None:
         name.write_bytes(b"")
     assert store.maintenance.remove_stale(100, 5).rows == 60
     assert store.count() == 0
+
+
+@pytest.mark.parametrize("gap_of", ["oldest", "start", "newest"])
+def test_files_without_a_stale_row_are_not_opened(gap_of: GapOf, tmp_path: Path) -> None:
+    store = TrajectoryStore.create(tmp_path / "store")
+    for version in range(6):
+        versions = [version, version + 1]
+        store.append([Trajectory(response_tokens=[1], version=PolicyVersion(v)) for v in versions])
+    for file, _ in store.scan("oldest_version_id >= 3").places():
+        if file.low["oldest_version_id"] >= 3:
+            (tmp_path / "store" / file.name).write_bytes(b"")  # touching it would raise
+    done = store.maintenance.remove_stale(6, 3, gap_of=gap_of)
+    assert (done.rows, done.files_removed, done.files_added) == (5, 3, 1)
+    assert store.count() == 7
 
 
 def test_update_sets_values_of_the_rows_named(store: TrajectoryStore) -> None:

@@ -12,7 +12,7 @@ over the behavior policy b, and log_probs are of the current policy p. Sources o
 - Effective sample size over n: (sum w)^2 / (n sum w^2): A. Kong, "A note on importance sampling using
   standardized weights", 1992. Of tokens w = exp(r); of rows w = exp(sum of r over the row), the weight of
   exact importance sampling.
-- Clip fraction: share of tokens whose ratio exp(r) is outside 1 ± `survey.CLIP`: Schulman et al., "Proximal
+- Clip fraction: share of tokens whose ratio exp(r) is outside 1 ± `measures.CLIP`: Schulman et al., "Proximal
   policy optimization algorithms", 2017.
 - Group advantage: (reward - mean) / std within a group: Shao et al., "DeepSeekMath" (GRPO), 2024.
 """

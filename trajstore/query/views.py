@@ -1,4 +1,4 @@
-"""Owns the definitions of SQL views and macros, and the confined DuckDB they live in; runs no user's text."""
+"""Owns the definitions of SQL views and macros, and the DuckDB they live in; runs no user's text."""
 
 from __future__ import annotations
 
@@ -31,6 +31,27 @@ def locked() -> duckdb.DuckDBPyConnection:
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
+
+
+def unlocked() -> duckdb.DuckDBPyConnection:
+    """A DuckDB in memory, with the macros, that may do whatever DuckDB can: for code of one's own."""
+    connection = duckdb.connect(":memory:")
+    connection.execute(_text("macros"))
+    connection.execute("set global timezone = 'UTC'")
+    return connection
+
+
+def over_parquet(paths: Sequence[str], schema: pa.Schema) -> str:
+    """A query for these columns of local Parquet files; it reads `nothing`, a table without rows.
+
+    A file may lack columns that were added later: they are null in its rows.
+    """
+    files = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
+    names = ", ".join('"' + name.replace('"', '""') + '"' for name in schema.names)
+    return (
+        f"select {names} from (from nothing union all by name"
+        f" from read_parquet([{files}], union_by_name = true, hive_partitioning = false))"
+    )
 
 
 def define(

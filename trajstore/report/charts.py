@@ -10,7 +10,6 @@ from typing import Any
 
 import altair as alt
 import polars as pl
-import vl_convert
 
 Spec = dict[str, Any]
 """A plot in Vega-Lite, without the colours and type that the page gives it."""
@@ -241,11 +240,3 @@ def sizes(table: pl.DataFrame) -> Spec:
             tooltip=_tips(column="column:N", bytes="bytes:Q:,", share="share:Q:.1%"),
         )
     )
-
-
-def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, of the versions that altair speaks."""
-    version = "_".join(alt.SCHEMA_VERSION.split(".")[:2])
-    # The stub has no default for the snippet, the function has.
-    bundle = vl_convert.javascript_bundle(vl_version=version)  # type: ignore[call-arg]
-    return bundle.replace("</script", "<\\/script")

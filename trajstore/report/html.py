@@ -26,9 +26,8 @@ def page(facts: Facts) -> str:
         TrajstoreError: altair or vl-convert-python is not installed.
     """
     try:
-        from trajstore.report import (
-            sections,
-        )  # altair takes most of a second: only those who draw wait for it
+        # altair takes most of a second: only those who draw wait for it
+        from trajstore.report import bundle, sections
     except ImportError as error:
         raise TrajstoreError(
             f"a report needs {error.name}", hint="pip install 'trajstore[report]'"
@@ -55,7 +54,7 @@ def page(facts: Facts) -> str:
         f"<title>{escape(_name(facts))}: report</title><style>{_resource('page.css')}</style></head>\n"
         f"<body><main>{''.join(body)}</main>\n"
         f'<script type="application/json" id="specs">{_json(specs)}</script>\n'
-        f"<script>{sections.library()}</script>\n<script>{_resource('page.js')}</script></body></html>\n"
+        f"<script>{bundle.library()}</script>\n<script>{_resource('page.js')}</script></body></html>\n"
     )
 
 

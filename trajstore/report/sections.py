@@ -8,13 +8,10 @@ from typing import Any
 
 import polars as pl
 
-from trajstore.query.survey import CLIP
+from trajstore.query.measures import CLIP
 from trajstore.report import charts
-from trajstore.report.charts import library
 from trajstore.report.facts import Facts
 from trajstore.report.text import number, numbers, percent, short, tokens
-
-__all__ = ["Section", "all_of", "library"]
 
 SHOWN_COLUMNS = 12
 

@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -283,11 +284,33 @@ def read(place: Place, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64
         CorruptFileError: the file is missing or cannot be read.
     """
     with reading(place, file) as parquet:
-        there = [name for name in schema.names if name in parquet.schema_arrow.names]
-        table = parquet.read(there) if rows is None else _read_rows(parquet, there, rows)
-    count = table.num_rows if there else file.rows if rows is None else len(rows)
+        there = _there(parquet, schema)
+        if rows is None:
+            table = parquet.read(there)
+        else:
+            parts = [part for _, part in _row_groups(parquet, there, rows)]
+            table = pa.concat_tables(parts) if parts else parquet.schema_arrow.empty_table().select(there)
+    return _as(schema, table, file.rows if rows is None else len(rows))
+
+
+def read_row_groups(
+    place: Place, file: DataFile, schema: pa.Schema, rows: NDArray[np.int64]
+) -> Iterator[tuple[slice, pa.Table]]:
+    """The same rows as of `read`, a row group at a time; with each, which of `rows` they are."""
+    with reading(place, file) as parquet:
+        for part, table in _row_groups(parquet, _there(parquet, schema), rows):
+            yield part, _as(schema, table, part.stop - part.start)
+
+
+def _there(parquet: pq.ParquetFile, schema: pa.Schema) -> list[str]:
+    known = set(parquet.schema_arrow.names)
+    return [name for name in schema.names if name in known]
+
+
+def _as(schema: pa.Schema, table: pa.Table, count: int) -> pa.Table:
+    known = set(table.schema.names)
     columns = [
-        table.column(f.name).cast(f.type) if f.name in there else pa.nulls(count, f.type) for f in schema
+        table.column(f.name).cast(f.type) if f.name in known else pa.nulls(count, f.type) for f in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -316,16 +339,18 @@ def reading(place: Place, file: DataFile) -> Iterator[pq.ParquetFile]:
         ) from error
 
 
-def _read_rows(parquet: pq.ParquetFile, columns: Sequence[str], rows: NDArray[np.int64]) -> pa.Table:
+def _row_groups(
+    parquet: pq.ParquetFile, columns: Sequence[str], rows: NDArray[np.int64]
+) -> Iterator[tuple[slice, pa.Table]]:
     sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-    ends = np.cumsum(sizes, dtype=np.int64)
-    group_of = np.searchsorted(ends, rows, side="right")
-    parts = []
-    for group in np.unique(group_of):
-        inside = rows[group_of == group] - (ends[group] - sizes[group])
-        part = parquet.read_row_group(int(group), columns)
-        parts.append(part if len(inside) == sizes[group] else part.take(inside))
-    return pa.concat_tables(parts) if parts else parquet.schema_arrow.empty_table().select(columns)
+    ends = np.cumsum([0, *sizes], dtype=np.int64)
+    bounds = np.searchsorted(rows, ends)
+    for group, (first, last) in enumerate(pairwise(bounds.tolist())):
+        if first == last:
+            continue
+        part = parquet.read_row_group(group, columns)
+        inside = rows[first:last] - ends[group]
+        yield slice(first, last), part if len(inside) == sizes[group] else part.take(inside)
 
 
 def column_bytes(place: Place, files: Sequence[DataFile]) -> dict[str, int]:

@@ -223,9 +223,9 @@ class Scan:
         for number in np.unique(file_of):
             mine = np.nonzero(file_of == number)[0]
             mine = mine[np.argsort(row_of[mine], kind="stable")]
-            for start in range(0, len(mine), files.ROW_GROUP_ROWS):
-                part = mine[start : start + files.ROW_GROUP_ROWS]
-                yield part, files.read(self._table.place, chosen.frame.files[number], schema, row_of[part])
+            found = files.read_row_groups(self._table.place, chosen.frame.files[number], schema, row_of[mine])
+            for part, table in found:
+                yield mine[part], table
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
         """The row source that loaders take: scalars of a batch and addresses of these list columns.
