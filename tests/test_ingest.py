@@ -234,11 +234,13 @@ def test_a_killed_import_is_continued(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == -signal.SIGKILL
     before = TrajectoryStore.open(store).count() if store.exists() else 0
     assert before == (rows - 1) // 10 * 10
+    assert len(list(tmp_path.glob(".s-*.importing*"))) == (0 if before else 2)
     monkeypatch.setattr("trajstore.ingest.COMMIT_ROWS", 10)
     report = ingest(path, store)
     assert report.commit.rows == 35 - before
     assert ids(store) == [f"r{i}" for i in range(35)]
     assert ingest(path, store).commit.rows == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "s"]
 
 
 def test_what_does_not_belong_is_told(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,6 +22,7 @@ from trajstore.importers.rows import plain
 from trajstore.importers.tokenizer import load_tokenizer
 from trajstore.store import Commit, Place, TrajectoryStore
 from trajstore.store.append import OnError
+from trajstore.store.aside import made_aside, sweep_aside
 from trajstore.store.side import Refused, quarantine
 from trajstore.trajectory import Trajectory
 
@@ -146,6 +145,8 @@ def ingest(
     if format != AUTO:
         importers.open_importer(format)
     place = Place.of(store)
+    if place.folder is not None:
+        sweep_aside(place.folder)
     target = TrajectoryStore.open(place) if place.is_table() else None
     if target is None and not place.is_free():
         raise StoreExistsError(f"{store} exists and is not a store", hint="choose another path")
@@ -380,18 +381,5 @@ def _created(place: Place, append: Callable[[TrajectoryStore], Commit]) -> Commi
             for entry in place.entries():
                 place.delete(entry.name)
             raise
-    parent = place.folder.parent
-    while not parent.exists():
-        parent = parent.parent
-    aside = parent / f".{place.folder.name}-{uuid.uuid4().hex}.importing"
-    try:
-        commit = append(TrajectoryStore.create(aside))
-        place.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.rename(place.folder)
-        except OSError as error:
-            raise StoreExistsError(f"{place} appeared while its first rows were read: {error}") from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return commit
+    with made_aside(place.folder) as aside:
+        return append(TrajectoryStore.create(aside))

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trajstore.errors import ImportFormatError
+from trajstore.importers.opcodes import check_claims
 
 Array = NDArray[Any]
 Buffer = memoryview | bytes
@@ -362,6 +363,7 @@ def _check_members(path: Path, members: Any, size: int) -> None:
 
 def _load(path: Path, data: Buffer, storages: Callable[[str], Buffer] | None) -> Any:
     try:
+        check_claims(data)
         return _Unpickler(io.BufferedReader(_View(data), 1 << 16), storages).load()
     except _FAULTS as error:
         _refuse(path, str(error) or type(error).__name__, error)

@@ -59,7 +59,7 @@ class Commit:
 
     @property
     def quarantined(self) -> int:
-        """How many rows were put into the quarantine."""
+        """How many rows were refused; all of them are in the quarantine if that was asked for."""
         return len(self.refused)
 
 
@@ -75,6 +75,8 @@ def append(
 ) -> Commit:
     """Adds rows to a table as the given batch of a writer, in one atomic commit.
 
+    A row that breaks the contract fails the append ("raise"), is left out and told ("skip"), or is left out,
+    told and put into the side table ("quarantine"); of Arrow data, such a row always fails it.
     `cache_refs_left_out` counts the objects in `kv_cache_ref` that Arrow data lost before it came here.
 
     Raises:

@@ -327,8 +327,8 @@ class TrajectoryStore:
             writer_id, batch_no: make the append idempotent. A writer numbers its batches 0, 1, 2, ...;
                 a batch that is in already adds nothing, so a resend after a crash is safe.
             nulls: "nan" turns None inside a list of floats into NaN; otherwise it is an error.
-            on_error: "quarantine" puts rows that break the contract into a side table, with their
-                reasons, and commits the others.
+            on_error: with "skip", rows that break the contract are left out and told in the commit's
+                `refused`, with their reasons; "quarantine" also puts them into a side table.
 
         Raises:
             ValidationError: a row breaks the contract (its position, id and column are named).
