@@ -55,7 +55,7 @@ def by_numpy(layout: str, rows: Any, options: Options) -> dict[str, Any]:
         return bits(LAYOUTS[layout](rows, options).arrays)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(any_lists(), st.sampled_from(["left", "right"]), st.none() | st.integers(1, 40))
 def test_any_lists_are_written_alike(lists: Lists, side: Any, most: int | None) -> None:
     options = Options(padding_side=side, max_length=most, truncation_side=side)
@@ -64,7 +64,7 @@ def test_any_lists_are_written_alike(lists: Lists, side: Any, most: int | None) 
             assert bits(LAYOUTS[layout](lists, options).arrays) == by_numpy(layout, lists, options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(any_lists())
 def test_any_lists_are_what_a_loop_would_write(lists: Lists) -> None:
     with np.errstate(all="ignore"):
@@ -72,7 +72,7 @@ def test_any_lists_are_what_a_loop_would_write(lists: Lists) -> None:
         for name, column in lists.columns.items():
             dtype, fill = np.dtype(lists.dtypes[name]), lists.pads[name]
             rows = [column.row(i) for i in range(len(column))]
-            given = [np.empty(0) if one is None else one.astype(dtype) for one in rows]
+            given = [np.empty(0, dtype) if one is None else one.astype(dtype) for one in rows]
             width = max(map(len, given), default=0)
             expected = np.full((len(given), width), fill, dtype)
             for i, one in enumerate(given):
@@ -88,7 +88,7 @@ def test_any_lists_are_what_a_loop_would_write(lists: Lists) -> None:
                 assert flat[f"{name}_max_seqlen"] == width
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(batch_rows, st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2)), max_size=6),
     st.booleans(),

@@ -30,7 +30,7 @@ from trajstore import InputError, LengthMismatchError, ValidationError
 from trajstore.layouts import ON_REQUEST, TENSORS, Options, Rows, padded, padding_ratio, to_torch
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch_rows, st.integers(0, 5), any_options)
 def test_a_padded_batch_is_what_the_design_says(rows: list[Row], cut: int, options: Options) -> None:
     batch = padded(rows_of(*rows, cut=cut), options)

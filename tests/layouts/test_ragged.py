@@ -92,7 +92,7 @@ element = st.integers(-9, 9)
 ragged_rows = st.lists(st.none() | st.lists(element, max_size=5), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(ragged_rows, st.data())
 def test_addresses_survive_any_slicing_and_chunking(
     rows: list[list[int] | None], data: st.DataObject

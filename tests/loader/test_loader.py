@@ -1,6 +1,9 @@
 """Epochs over stores, scans, samples and batches: every row once, in an order that files do not decide."""
 
+import gc
 import math
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from trajstore import InputError, PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
-from trajstore.layouts import TENSORS
+from trajstore.layouts import LAYOUTS, TENSORS, Options
 from trajstore.loader import TrajectoryLoader
 from trajstore.query import fresh, stratified_sample
 from trajstore.schema import Column, list_of
@@ -237,3 +240,70 @@ def test_a_users_own_column_comes_along(tmp_path: Path) -> None:
 def test_options_are_checked_before_anything_is_read(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         TrajectoryLoader(None, **options)  # type: ignore[arg-type]  # nothing may touch the source
+
+
+def loader_threads() -> int:
+    return sum(thread.name == "trajstore-loader" for thread in threading.enumerate())
+
+
+def test_leaving_an_epoch_early_leaves_no_thread(store: TrajectoryStore) -> None:
+    loader = TrajectoryLoader(store.scan(), batch_size=2, prefetch=3)
+    for _ in range(5):
+        for batch in loader:
+            assert len(batch["ids"]) == 2
+            break
+    gc.collect()
+    assert loader_threads() == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_batch_in_memory_used_again_lives_until_the_next_is_asked_for(
+    store: TrajectoryStore, prefetch: int
+) -> None:
+    options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "missing": "zero"}
+    expected = TrajectoryLoader(store.scan(), **options)
+    again = TrajectoryLoader(store.scan(), reuse_buffers=True, prefetch=prefetch, **options)
+    for _ in range(3):
+        for batch, right in zip(again, expected, strict=True):
+            time.sleep(0.001)  # for the thread to go on
+            for name in TENSORS:
+                assert torch.equal(batch[name], right[name]), name
+
+
+def test_memory_used_again_is_used_again() -> None:
+    rows = TrajectoryBatch([Trajectory(prompt_tokens=[1], response_tokens=[2] * 4000) for _ in range(64)])
+    loader = TrajectoryLoader(rows, batch_size=4, reuse_buffers=True, prefetch=2)
+    places = {batch["input_ids"].data_ptr() for _ in range(3) for batch in loader}
+    assert len(places) == 4
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "nested", "prompt_response"])
+def test_layouts_are_those_of_layouts(store: TrajectoryStore, layout: Any) -> None:
+    by_id = {row.id: row for row in ROWS}
+    for batch in TrajectoryLoader(store.scan(), batch_size=7, layout=layout, dtypes="compact"):
+        rows = TrajectoryBatch([by_id[id] for id in batch["ids"]]).rows()
+        made = LAYOUTS[layout](rows, Options(dtypes="compact"))
+        for name, value in made.arrays.items():
+            found = batch[name]
+            if not isinstance(value, np.ndarray):
+                assert found == value
+                continue
+            if found.is_nested:
+                assert found.size(0) == len(batch["ids"])
+                found = found.values()
+            np.testing.assert_array_equal(found.numpy(), value)
+            assert found.numpy().dtype == value.dtype
+
+
+def test_thousands_of_batches_leave_nothing_behind() -> None:
+    loader = TrajectoryLoader(TrajectoryBatch(ROWS), batch_size=1, prefetch=2)
+    list(loader)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(60):
+        for batch in loader:
+            del batch
+    gc.collect()
+    assert loader.stats().batches == 61 * 40
+    assert loader_threads() == 0
+    assert len(gc.get_objects()) - before < 500

@@ -302,6 +302,9 @@ def test_an_empty_set_has_columns_and_shapes() -> None:
     assert data.report.dropped == {NO_ACTION: 1}
     assert data.batch().states_ixs.shape == (0, 0)
     assert list(data.batches(4)) == []
+    assert made(row(response_tokens=[]), architecture="seq2seq").batch().decoder_input_ids.shape == (0, 0)
+    as_trlx = made(compat="trlx")
+    assert (len(as_trlx), as_trlx.batch().action_mask, as_trlx.num_actions) == (0, None, 0)
 
 
 @pytest.mark.parametrize(

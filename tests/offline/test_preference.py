@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStore
-from trajstore.offline.preference import kto_labels, preference_pairs, sft_rows
+from trajstore.offline.preference import kto_labels, preference_pairs, sft_rows, step_labels
 
 
 def row(id: str, reward: float, response: list[int] | None = None, **given: Any) -> Trajectory:
@@ -158,3 +158,26 @@ def test_empty_sets_keep_their_columns() -> None:
         == preference_pairs(TrajectoryBatch([row("a", 0), row("b", 1)])).table.schema
     )
     assert sft_rows(empty, top=1).table.schema == sft_rows(TrajectoryBatch([row("a", 0)]), top=1).table.schema
+
+
+def test_step_labels_are_turns_that_earned_enough() -> None:
+    turns = {
+        "tokens": [1, 2, 3, 4, 5, 6],
+        "loss_mask": [0, 1, 1, 0, 0, 1],
+        "prompt_length": 1,
+        "response_length": 5,
+    }
+    rows = [
+        Trajectory(id="a", **turns, token_rewards=[0, 0.25, 0.5, 0, 0, -1]),
+        Trajectory(id="b", prompt_tokens=[7], response_tokens=[8], token_rewards=[0, 1]),
+        row("c", 1.0),
+    ]
+    made = step_labels(TrajectoryBatch(rows), lambda ids: " ".join(map(str, ids)))
+    assert made.table.to_pylist() == [
+        {"prompt": "1", "completions": ["2 3", "6"], "labels": [True, False], "id": "a"},
+        {"prompt": "7", "completions": ["8"], "labels": [True], "id": "b"},
+    ]
+    assert made.dropped == {"no token_rewards": 1}
+    assert len(step_labels(TrajectoryBatch(rows[2:]), str)) == 0
+    high = step_labels(TrajectoryBatch(rows[:1]), str, threshold=0.75)
+    assert high.table["labels"].to_pylist() == [[False, False]]

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from trajstore import CorruptFileError, InputError, StorageError, Trajectory, TrajectoryBatch, TrajectoryStore
+from trajstore.loader import TrajectoryLoader
 from trajstore.schema import Column, list_of
 from trajstore.store import columns
 from trajstore.store.cache import CacheUse, ColumnCache, default_folder, key, parse_size
@@ -121,6 +122,19 @@ def test_a_users_columns(tmp_path: Path, cache: ColumnCache) -> None:
     assert found[flags].to_pylist() in ([None, *values[flags]], [*values[flags], None])
     assert by_id(found.set_column(1, flags, found[flags].cast(kinds[flags]))) == stored(store, ["id", *kinds])
     assert all(path.count("/") == 1 for path in kept(cache)), "a name of a column is no path"
+
+
+def test_an_attention_mask_of_ones_is_not_kept(tmp_path: Path, cache: ColumnCache) -> None:
+    store = TrajectoryStore.create(tmp_path / "store")
+    for name, mask in (("ones", [1, 1, 1]), ("holes", [1, 0, 1])):
+        store.append([Trajectory(id=name, prompt_tokens=[1], response_tokens=[2, 3], attention_mask=mask)])
+    table, _ = opened(cache, store, ["id", "attention_mask"])
+    assert by_id(table) == [
+        {"id": "holes", "attention_mask": [1, 0, 1]},
+        {"id": "ones", "attention_mask": None},
+    ]
+    (batch,) = TrajectoryLoader(store.scan(), batch_size=2)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 1]]
 
 
 def test_what_is_mapped_cannot_be_written_to(store: TrajectoryStore, cache: ColumnCache) -> None:

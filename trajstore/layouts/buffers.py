@@ -51,7 +51,9 @@ class Buffers:
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Memory of that name as an array; its values are whatever lay there."""
-        return self._grown(name, shape, dtype)[0]
+        out, buffer = self._grown(name, shape, dtype)
+        buffer.left = None
+        return out
 
     def padded(
         self, name: str, place: Place, dtype: np.dtype[Any], fill: float

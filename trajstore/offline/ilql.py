@@ -115,7 +115,12 @@ def ilql_dataset(
     _check(options, compat, pad_token_id)
     table = flat.read(source, NEEDED, OPTIONAL)
     given = None if returns is None else np.asarray(returns, np.float64)
-    provenance = {"source": repr(source) if not isinstance(source, pa.Table) else "table", "compat": compat}
+    provenance = {
+        "source": "table" if isinstance(source, pa.Table) else repr(source),
+        "snapshot": getattr(source, "snapshot", None),
+        "compat": compat,
+        "architecture": architecture,
+    }
     if compat == "trlx":
         parts, scaled = trlx.parts(
             table, given, architecture, max_length=max_length, side=truncation_side, bos=bos_token_id

@@ -158,7 +158,7 @@ def assemble(
     """The set of all parts, in order; an empty one keeps its columns."""
     said = {"kind": "ilql", "pad_token_id": pad_token_id, **provenance, "report": report.to_dict()}
     batches = [pa.RecordBatch.from_pydict(part.columns()) for part in parts]
-    table = pa.Table.from_batches(batches) if batches else _EMPTY.empty_table()
+    table = pa.Table.from_batches(batches) if batches else _empty(provenance)
     return ILQLDataset(table.replace_schema_metadata({METADATA_KEY: json.dumps(said)}))
 
 
@@ -166,20 +166,20 @@ def _list(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-_EMPTY = pa.schema(
-    {
-        "id": pa.string(),
-        "id_hash": pa.int64(),
-        "length": pa.int32(),
-        "input_ids": _list(pa.int32()),
-        "rewards": _list(pa.float32()),
-        "states_ixs": _list(pa.int32()),
-        "actions_ixs": _list(pa.int32()),
-        "dones": _list(pa.int8()),
-        "terminals": _list(pa.int8()),
-        "action_mask": _list(pa.int8()),
+def _empty(provenance: Mapping[str, Any]) -> pa.Table:
+    """The columns of a set without rows."""
+    ours = {"terminals": pa.int8(), "action_mask": pa.int8()}
+    kinds = {
+        "input_ids": pa.int32(),
+        **({"decoder_input_ids": pa.int32()} if provenance["architecture"] == "seq2seq" else {}),
+        "rewards": pa.float32(),
+        "states_ixs": pa.int32(),
+        "actions_ixs": pa.int32(),
+        "dones": pa.int8(),
+        **({} if provenance["compat"] == "trlx" else ours),
     }
-)
+    scalars = {"id": pa.string(), "id_hash": pa.int64(), "length": pa.int32()}
+    return pa.schema(scalars | {name: _list(kind) for name, kind in kinds.items()}).empty_table()
 
 
 class ILQLDataset:
@@ -259,7 +259,7 @@ class ILQLDataset:
             batch_size: rows of a batch.
             shuffle: another order each epoch.
             drop_last: leaves out a last batch that is smaller.
-            bucket_window: see `trajstore.plan.batches`.
+            bucket_window: see `trajstore.plan.Recipe`.
 
         Raises:
             InputError: a size is below 1.
@@ -267,9 +267,10 @@ class ILQLDataset:
         keys = None
         if shuffle:
             keys = seeded_keys(seeded_keys(self._lists.keys, seed).view(np.int64), epoch)
-        for rows in plan.batches(self._lists.lengths, batch_size, keys=keys, bucket_window=bucket_window):
-            if not (drop_last and len(rows) < batch_size):
-                yield self.batch(rows)
+        tail: plan.Tail = "drop" if drop_last else "keep"
+        recipe = plan.Recipe(batch_size=batch_size, bucket_window=bucket_window, tail=tail)
+        for rows in plan.plan(self._lists.lengths, recipe, keys=keys):
+            yield self.batch(rows)
 
     def _padded(self, rows: Int64s) -> dict[str, torch.Tensor]:
         return layouts.to_torch(layouts.padded(self._lists.take(rows)).arrays)

@@ -1,4 +1,4 @@
-"""Owns preference pairs, KTO labels and filtered SFT sets from groups of rewarded rows; trains nothing.
+"""Owns preference pairs, KTO and step labels and filtered SFT sets from rewarded rows; trains nothing.
 
 Column names are TRL's. Rows of a group answer one prompt. What is left out is counted by reason, and a set
 says where it comes from: the query and snapshot in its metadata, the ids of its rows in columns.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -16,13 +16,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trajstore.errors import InputError
-from trajstore.offline import flat
+from trajstore.offline import flat, ilql
 from trajstore.offline.flat import ArrowSource
 from trajstore.offline.ilql_set import METADATA_KEY
+from trajstore.offline.transitions import to_transitions
 
 Pairing = Literal["best_worst", "all"]
 
@@ -40,6 +42,7 @@ IDENTICAL = "identical after truncation"
 LENGTHS = "lengths too different"
 BETWEEN = "between the thresholds"
 LOW = "not among the best"
+NO_TOKEN_REWARDS = "no token_rewards"
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,45 @@ def sft_rows(
         dropped[LOW] += len(kept) - len(above)
         kept = above
     return _made("sft", _completions(kept), dropped, source, {"min_reward": min_reward, "top": top})
+
+
+def step_labels(
+    source: ArrowSource | pa.Table, decode: Callable[[list[int]], str], *, threshold: float = 0.0
+) -> PreferenceSet:
+    """Stepwise labels for process reward models: a step is a turn, and right when it earned enough.
+
+    Args:
+        source: rows with `token_rewards`; those without are left out.
+        decode: token ids → text, as of the tokenizer that made them.
+        threshold: a turn that earned more than this is labelled true.
+
+    Returns:
+        TRL's `prompt`, `completions` and `labels`, and `id`. Text of the environment between two turns is in
+        none of them.
+    """
+    table = flat.read(source, ilql.NEEDED, ilql.OPTIONAL)
+    dropped: Counter[str] = Counter()
+    if "token_rewards" in table.schema.names:
+        given = table.filter(pc.is_valid(table.column("token_rewards")))
+    else:
+        given = table.slice(0, 0)
+    dropped[NO_TOKEN_REWARDS] = len(table) - len(given)
+    data = ilql.ilql_dataset(given)
+    dropped.update(data.report.dropped)
+    rows: dict[str, list[Any]] = {"prompt": [], "completions": [], "labels": [], "id": []}
+    for turn in to_transitions(data).select(["id", "turn", "observation", "action", "reward"]).to_pylist():
+        if turn["turn"] == 0:
+            rows["prompt"].append(decode(turn["observation"]))
+            rows["id"].append(turn["id"])
+            rows["completions"].append([])
+            rows["labels"].append([])
+        rows["completions"][-1].append(decode(turn["action"]))
+        rows["labels"][-1].append(turn["reward"] > threshold)
+    columns: dict[str, Any] = rows | {
+        "completions": pa.array(rows["completions"], pa.list_(pa.string())),
+        "labels": pa.array(rows["labels"], pa.list_(pa.bool_())),
+    }
+    return _made("stepwise", columns, dropped, source, {"threshold": threshold})
 
 
 @dataclass(frozen=True, eq=False)

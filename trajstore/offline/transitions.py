@@ -88,8 +88,8 @@ def to_jaxseq(data: ILQLDataset) -> pa.Table:
         InputError: the set is an encoder-decoder's, or has an action that nothing predicts.
     """
     _refuse_seq2seq(data)
-    out = [_empty(data)]
-    for batch in data.table.to_batches():
+    out = []
+    for batch in _batches(data.table):
         steps = _Steps.of(batch)
         lengths = np.diff(steps.offsets) - 1
         at = steps.at + np.repeat(np.cumsum(lengths) - lengths, steps.counts)
@@ -108,17 +108,13 @@ def to_jaxseq(data: ILQLDataset) -> pa.Table:
             "next_done": pa.nulls(len(batch), pa.bool_()),
         }
         out.append(pa.table(columns))
-    return pa.concat_tables(out, promote_options="default").replace_schema_metadata(
-        data.table.schema.metadata
-    )
+    return pa.concat_tables(out).replace_schema_metadata(data.table.schema.metadata)
 
 
 def from_jaxseq(table: pa.Table) -> ILQLDataset:
     """The inverse of `to_jaxseq`; other rows of that form need its metadata and `id`, `id_hash`."""
     out = []
-    for batch in table.to_batches():
-        if not len(batch):
-            continue
+    for batch in _batches(table):
         taken, lengths = _flat(batch, "should_take_action")
         starts = np.cumsum(lengths) - lengths
         at = np.flatnonzero(taken)
@@ -152,8 +148,8 @@ def to_transitions(data: ILQLDataset, *, gamma: float = 1.0) -> pa.Table:
     _refuse_seq2seq(data)
     if "attention_mask" in data.table.schema.names:
         raise InputError("the rows have attention masks, which transitions have no place for")
-    out = [_empty(data)]
-    for batch in data.table.to_batches():
+    out = []
+    for batch in _batches(data.table):
         steps = _Steps.of(batch)
         action_row = np.repeat(np.arange(len(batch)), steps.counts)
         is_first = np.ones(len(steps.at), np.bool_)
@@ -164,7 +160,8 @@ def to_transitions(data: ILQLDataset, *, gamma: float = 1.0) -> pa.Table:
         turns = np.bincount(row, minlength=len(batch))
         ends = np.cumsum(turns)
         seen = steps.at[first] + 1
-        following = np.append(seen[1:], 0)
+        following = np.zeros(len(seen), np.int64)
+        following[:-1] = seen[1:]
         following[ends - 1] = np.diff(steps.offsets)
         start = steps.offsets[:-1][row]
         reward = np.add.reduceat(steps.rewards, first, dtype=np.float64)
@@ -190,19 +187,15 @@ def to_transitions(data: ILQLDataset, *, gamma: float = 1.0) -> pa.Table:
             "mc_return": mc_return,
         }
         out.append(pa.table(columns))
-    return pa.concat_tables(out, promote_options="default").replace_schema_metadata(
-        data.table.schema.metadata
-    )
+    return pa.concat_tables(out).replace_schema_metadata(data.table.schema.metadata)
 
 
 def from_transitions(table: pa.Table) -> ILQLDataset:
     """The inverse of `to_transitions`: the turns of a row stand together, in order."""
     out = []
-    for batch in table.combine_chunks().to_batches():
-        if not len(batch):
-            continue
+    for batch in _batches(table.combine_chunks()):
         starts = np.flatnonzero(batch.column("turn").to_numpy() == 0)
-        ends = np.append(starts[1:], len(batch))
+        ends = np.append(starts[1:], len(batch))[: len(starts)]
         _, seen = _flat(batch, "observation")
         _, size = _flat(batch, "action")
         rewards, trained = _flat(batch, "rewards")[0], _flat(batch, "action_mask")[0]
@@ -231,9 +224,10 @@ def _dataset(parts: Sequence[tuple[pa.RecordBatch, dict[str, pa.Array]]], table:
     return ILQLDataset(whole.replace_schema_metadata(said))
 
 
-def _empty(data: ILQLDataset) -> pa.Table:
-    names = [name for name in _SCALARS if name in data.table.schema.names]
-    return data.table.select(names).schema.remove_metadata().empty_table()
+def _batches(table: pa.Table) -> list[pa.RecordBatch]:
+    """The rows, and one empty batch when there are none, so that columns survive."""
+    empty = pa.RecordBatch.from_pylist([], table.schema)
+    return [batch for batch in table.to_batches() if len(batch)] or [empty]
 
 
 def _refuse_seq2seq(data: ILQLDataset) -> None:

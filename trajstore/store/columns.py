@@ -1,7 +1,7 @@
 """Owns a data file's column decoded to an uncompressed IPC file; knows not where such files are kept.
 
-List columns become flat values and int64 offsets. Memory is bounded: row groups are decoded, written and
-dropped in steps.
+List columns become flat values and int64 offsets; an attention_mask of ones becomes null, as if not given.
+Memory is bounded: row groups are decoded, written and dropped in steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trajstore.errors import ValidationError
@@ -45,6 +46,9 @@ def _as_cached(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
                 raise ValidationError(
                     "an element inside a list is null", column=field.name, hint="store NaN instead"
                 )
+    if field.name == "attention_mask" and pc.all(pc.equal(pc.list_flatten(column), 1)).as_py():
+        # Null says the same and is made from lengths: a byte a token that no batch has to read.
+        return pa.chunked_array([pa.nulls(len(column), kind)])
     return column.cast(kind)
 
 
