@@ -47,7 +47,9 @@ class Light:
         self.version = version
 
 
-def trajectory(i: int, version: int, tokens: int, rng: np.random.Generator, plain: bool = False) -> Trajectory:
+def trajectory(
+    i: int, version: int, tokens: int, rng: np.random.Generator, plain: bool = False
+) -> Trajectory:
     prompt = tokens // 4
     size = tokens - prompt
     numbers = {
@@ -128,7 +130,9 @@ def stats_of(versions: np.ndarray) -> tuple[Any, ...]:
 def draws(count: int, rounds: int) -> None:
     started = time.process_time()
     buffer, versions = full(count)
-    print(f"{count} rows of 8 tokens in {VERSIONS} versions added in {time.process_time() - started:.1f} s CPU")
+    print(
+        f"{count} rows of 8 tokens in {VERSIONS} versions added in {time.process_time() - started:.1f} s CPU"
+    )
     objects = deque(map(Light, versions.tolist()))
     current, rng = VERSIONS - 1, np.random.default_rng(0)
 
@@ -189,7 +193,9 @@ def adding(rounds: int) -> None:
     for plain in (True, False):
         rows = [trajectory(i, 0, 1000, rng, plain) for i in range(256)]
         buffer = TrajectoryBuffer(max_size=2048)
-        taken = take_turns({"codec": lambda: encode(rows), "add_batch": lambda: buffer.add_batch(rows)}, rounds)  # noqa: B023
+        taken = take_turns(
+            {"codec": lambda: encode(rows), "add_batch": lambda: buffer.add_batch(rows)}, rounds
+        )  # noqa: B023
         ratio = taken["add_batch"] / taken["codec"]
         print(
             f"{'reached' if ratio <= 1.2 else 'MISSED'}: add_batch of 256 rows of 1000 tokens, "
