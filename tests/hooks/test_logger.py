@@ -84,7 +84,7 @@ def test_fields_of_all_kinds(tmp_path: Path) -> None:
             response_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]),
             prompts=[[9], [9, 8]],
             version=np.array([[3, 4, -1], [-1, 4, 4]]),
-            loss_mask=torch.tensor([[1, 0, 0], [1, 1, 1]]),
+            loss_mask=torch.tensor([[1, 0, 0], [0, 1, 1]]),
             advantages=torch.tensor([0.5, -0.5], dtype=torch.bfloat16, requires_grad=True),
             reward=torch.tensor([1.0, float("nan")]),
             terminated=np.array([True, False]),
@@ -103,7 +103,8 @@ def test_fields_of_all_kinds(tmp_path: Path) -> None:
         VersionSegment(2, 3, PolicyVersion(4)),
     ]
     assert two.version_segments == [VersionSegment(3, 5, PolicyVersion(4))]
-    assert (one.loss_mask, two.loss_mask) == ([0, 1, 0], [0, 0, 1, 1, 1])
+    assert (one.loss_mask, two.loss_mask) == ([0, 1, 0], [0, 0, 0, 1, 1])
+    assert (one.action_mask, two.action_mask) == ([0, 1, 1], [0, 0, 0, 1, 1]), "by the versions"
     assert (one.advantages, two.advantages) == ([0.0, 0.5, 0.5], [0.0, 0.0, -0.5, -0.5, -0.5])
     assert (one.terminated, two.terminated) == (True, False)
     assert one.reward == 1.0

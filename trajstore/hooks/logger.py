@@ -85,7 +85,7 @@ class TrajectoryLogger:
             response_mask, prompt_mask: [B, R] and [B, P], 1 = a token, 0 = padding, on whichever side. Padded
                 arrays need them; nothing is guessed from a pad id.
             version: the policy version that sampled the rows: an int or a PolicyVersion for all, [B] for
-                each, or [B, R] for each token, -1 where none did.
+                each, or [B, R] for each token, -1 where none did: that is their action_mask unless given.
             ids: names of the rows; fresh ones unless given.
             columns: other fields of Trajectory. Per-token ones (`loss_mask`, `behavior_log_probs`, ...) are
                 [B, R] as the responses are, or [B]: one value for all tokens of a row. The others
@@ -126,8 +126,7 @@ class TrajectoryLogger:
                     tokens=np.concatenate([prompt, response]),
                     prompt_length=len(prompt),
                     response_length=len(response),
-                    **versions[i],
-                    **row,
+                    **(versions[i] | row),
                 )
             )
         if self._buffer is not None:
@@ -249,7 +248,7 @@ def _rectangle(name: str, value: Any) -> Array:
     return np.stack(rows) if rows else np.zeros((0, 0), np.int64)
 
 
-def _each(name: str, value: Any, count: int) -> list[Any] | tuple[Any, ...]:
+def _each(name: str, value: Any, count: int) -> Sequence[Any]:
     """One value a row."""
     if hasattr(value, "detach") or isinstance(value, np.ndarray):
         array = _array(value)
@@ -260,7 +259,7 @@ def _each(name: str, value: Any, count: int) -> list[Any] | tuple[Any, ...]:
         value = [value] * count
     if len(value) != count:
         raise LengthMismatchError(f"there are {len(value)} values for {count} rows", column=name)
-    return value
+    return tuple(value)
 
 
 def _versions(version: Any, answered: _Cut, asked: _Cut | None) -> list[dict[str, Any]]:
@@ -279,5 +278,6 @@ def _versions(version: Any, answered: _Cut, asked: _Cut | None) -> list[dict[str
     made = []
     for i, values in enumerate(answered.like("version", version)):
         runs = segments(values, 0 if asked is None else len(asked.rows[i]))
-        made.append({"version_segments": runs, "version": runs[0].version} if runs else {})
+        said: dict[str, Any] = {"version_segments": runs, "version": runs[0].version} if runs else {}
+        made.append(said | {"action_mask": (np.asarray(values) >= 0).astype(np.int8)})
     return made
