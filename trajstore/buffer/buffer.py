@@ -299,6 +299,11 @@ class TrajectoryBuffer:
 
     # Durability
 
+    @property
+    def has_store(self) -> bool:
+        """Whether rows are written to a store, too."""
+        return self._store is not None
+
     def flush(self) -> None:
         """Returns when all rows added before are durable, and the counts of draws and the generator too.
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import trajstore.cli.verbs as verbs
-from trajstore.cli import cache, judge, maintain, show
+from trajstore.cli import cache, judge, maintain, outward, show
 from trajstore.errors import InputError, TrajstoreError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -299,6 +299,7 @@ def restore(
 
 
 app.add_typer(judge.app)
+app.add_typer(outward.app)
 
 
 def main() -> None:

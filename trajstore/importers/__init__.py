@@ -24,6 +24,7 @@ from trajstore.importers import (
     skyrl,
     slime,
     trajstore_jsonl,
+    trajstore_parquet,
     trl,
     trlx,
     turns,
@@ -68,7 +69,8 @@ def _is_own(head: Head) -> str | None:
 
 
 _MODULES = (
-    verl, slime, areal, prime_rl, nemo_rl, skyrl, open_instruct, rllm, atif, trlx, turns, trl, later,
+    trajstore_parquet, verl, slime, areal, prime_rl, nemo_rl, skyrl, open_instruct, rllm, atif, trlx, turns,
+    trl, later,
 )  # fmt: skip
 _TABLE: tuple[Format, ...] = (  # the first that fits is it: the more particular ones come first
     *(format for module in _MODULES for format in module.FORMATS),

@@ -206,9 +206,14 @@ class Scan:
         """The rows in batches, reading as it goes."""
         if batch_size < 1:
             raise QueryError(f"batch_size is {batch_size}, expected at least 1")
+        count = len(self._choose())
+        yield from self.iter_parts([*range(0, count, batch_size), count])
+
+    def iter_parts(self, edges: Sequence[int]) -> Iterator[TrajectoryBatch]:
+        """The rows from each edge to the next, reading as it goes; equal edges give an empty batch."""
         chosen = self._choose()
-        for start in range(0, len(chosen), batch_size):
-            part = chosen.part(start, start + batch_size)
+        for start, stop in pairwise(edges):
+            part = chosen.part(start, stop)
             yield TrajectoryBatch.from_arrow(self._gather(part, self.schema))
 
     def pieces(self, columns: Sequence[str]) -> Iterator[tuple[Int64s, pa.Table]]:
