@@ -18,6 +18,7 @@ from trajstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
     TrajstoreError,
+    UncertainCommitError,
     ValidationError,
 )
 from trajstore.store import Commit, Scan, TrajectoryStore
@@ -53,6 +54,7 @@ __all__ = [
     "TrajectoryStatus",
     "TrajectoryStore",
     "TrajstoreError",
+    "UncertainCommitError",
     "ValidationError",
     "VersionSegment",
     "__version__",

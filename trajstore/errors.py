@@ -13,6 +13,7 @@ The tree, grouped by what a handler would do next::
     │   ├── StoreNotFoundError     no store there
     │   └── StoreExistsError       a store or another thing is already there
     ├── StorageError               the disk or the object store refused: make room or get access
+    │   └── UncertainCommitError   whether a commit got through is not known: look, or send it again
     ├── ConflictError              another writer was first: read again, then decide
     └── CorruptFileError           bytes on disk are damaged: restore or repair
 
@@ -133,6 +134,18 @@ class StorageError(TrajstoreError, OSError):
     """The disk or the object store refused a write; nothing was committed."""
 
     __str__ = TrajstoreError.__str__
+
+
+class UncertainCommitError(StorageError):
+    """The object store or the disk failed while it committed: the commit may be in the log, now or soon.
+
+    An append with a `writer_id` and a `batch_no` can be sent again as it is: it never comes in twice.
+    """
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether a commit that ended so is certainly not in the log: its files can go then."""
+    return isinstance(error, TrajstoreError) and not isinstance(error, UncertainCommitError)
 
 
 class CorruptFileError(TrajstoreError, OSError):

@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trajstore import CorruptFileError, Trajectory, TrajectoryStore
+from trajstore import CorruptFileError, Trajectory, TrajectoryStore, UncertainCommitError
+from trajstore.schema import Column
 from trajstore.store.datafile import DataFile
 from trajstore.store.files import FileWriter
 from trajstore.store.fsck import fsck
 from trajstore.store.log import TORN
-from trajstore.store.place import entry
+from trajstore.store.place import Place, entry
 
 
 def rows(*names: str) -> list[Trajectory]:
@@ -109,7 +110,7 @@ def newest(store: TrajectoryStore) -> Path:
 
 
 @pytest.mark.parametrize("kept", [1, 40, 0.5, -1])
-@pytest.mark.parametrize("tail", [b"", b"\0" * 100])
+@pytest.mark.parametrize("tail", [b"", b"\0" * 100], ids=["bare", "zeros"])
 def test_a_torn_newest_entry_is_put_aside_and_its_batch_can_be_sent_again(
     store: TrajectoryStore, kept: float, tail: bytes
 ) -> None:
@@ -164,3 +165,85 @@ def test_an_entry_that_is_not_torn_stays_where_it_is(store: TrajectoryStore, how
         pass  # said, and left to a backup
     assert path.read_bytes() == before
     assert not (store.path / TORN).exists()
+
+
+VERBS = {
+    "append": lambda s: s.append(rows("d"), writer_id="w", batch_no=0),
+    "compact": lambda s: s.maintenance.compact(),
+    "delete": lambda s: s.maintenance.delete("id = 'a'"),
+    "update": lambda s: s.maintenance.update(["a"], {"reward": [2.0]}),
+    "add_column": lambda s: s.maintenance.add_column(Column("extra", pa.string())),
+    "restore": lambda s: s.maintenance.restore(1),
+}
+
+
+@pytest.mark.parametrize("tail", [b"", b"\n" + b"\0" * 100], ids=["bare", "zeros"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_entry_that_ends_between_two_lines_is_torn(store: TrajectoryStore, verb: str, tail: bytes) -> None:
+    VERBS[verb](store)
+    path = store.path / entry(3)
+    lines = path.read_bytes().splitlines()
+    for kept in range(1, len(lines)):
+        path.write_bytes(b"\n".join(lines[:kept]) + tail)
+        with pytest.raises(CorruptFileError, match="cannot be read"):
+            TrajectoryStore.open(store.path)
+        error, *others = fsck(store._place)
+        assert (error.level, error.where, error.repaired) == ("error", entry(3), False)
+        assert {f.level for f in others} <= {"warning"}
+        assert fsck(store._place, repair=True)[0].repaired
+        again = TrajectoryStore.open(store.path)
+        assert again.scan(columns=["id"]).to_arrow()["id"].to_pylist() == ["a", "b", "c"]
+    VERBS[verb](again)
+    assert {f.level for f in fsck(store._place)} <= {"warning"}
+    assert TrajectoryStore.open(store.path).snapshot == 3
+
+
+def test_an_entry_cut_short_that_others_were_built_upon_is_told(store: TrajectoryStore) -> None:
+    store.append(rows("d"), writer_id="w", batch_no=0)
+    path = newest(store)
+    store.append(rows("e"))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    before = path.read_bytes()
+    (finding,) = fsck(store._place, repair=True)
+    assert (finding.level, finding.where, finding.repaired) == ("error", entry(3), False)
+    assert "later commits were built upon it" in finding.what
+    assert path.read_bytes() == before
+
+
+def test_an_old_entry_that_is_damaged_under_a_checkpoint_is_named(store: TrajectoryStore) -> None:
+    store._table._delta.create_checkpoint()
+    path = store.path / entry(1)
+    path.write_bytes(path.read_bytes().replace(b'{"add":', b'{"add"', 1))
+    with pytest.raises(CorruptFileError, match=f"{entry(1)} is damaged"):
+        TrajectoryStore.open(store.path).scan().to_arrow()
+
+
+@pytest.mark.parametrize("verb", ["append", "compact"])
+def test_what_is_committed_stays_when_the_disk_fails_right_after(
+    store: TrajectoryStore, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Place, number: int) -> None:
+        raise OSError("input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Place, "sync_entry", fails)
+        with pytest.raises(UncertainCommitError, match="whether a commit got into"):
+            VERBS[verb](store)
+    assert TrajectoryStore.open(store.path).snapshot == 3
+    assert fsck(store._place) == []
+    assert store.append(rows("d"), writer_id="w", batch_no=0).already_in == (verb == "append")
+    assert store.count() == 4
+
+
+def test_rows_are_not_lost_after_a_commit_of_unknown_outcome(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Place, number: int) -> None:
+        raise OSError("input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Place, "sync_entry", fails)
+        with pytest.raises(UncertainCommitError):
+            store.append(rows("d"))
+    assert not store.append(rows("e")).already_in
+    assert store.count() == 5

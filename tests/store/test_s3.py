@@ -4,6 +4,7 @@ import json
 import uuid
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from trajstore import (
@@ -17,6 +18,7 @@ from trajstore import (
 from trajstore.codec import normalize
 from trajstore.ingest import ingest
 from trajstore.query import connect
+from trajstore.schema import Column
 
 
 @pytest.fixture
@@ -56,6 +58,25 @@ def test_nothing_is_left_of_a_refused_append(uri: str, s3_options: dict[str, str
         [*rows(0, 3), Trajectory(id="bad", tokens=[1], log_probs=[1.0, 2.0])], on_error="quarantine"
     )
     assert (commit.rows, commit.quarantined, len(store.quarantined())) == (3, 1, 1)
+
+
+def test_a_commit_whose_answer_is_lost_is_known_again(s3_options: dict[str, str]) -> None:
+    uri = f"s3://bucket/{uuid.uuid4().hex}/lost-answers"
+    with pytest.raises(StoreExistsError):  # its own creation: said, and nothing is lost
+        TrajectoryStore.create(uri, storage_options=s3_options)
+    store = TrajectoryStore.open(uri, storage_options=s3_options)
+    assert store.append(rows(0, 3), writer_id="w", batch_no=0).snapshot == 1
+    assert not store.append(rows(3, 3)).already_in
+    with store.writer(writer_id="v") as writer:
+        writer.add(rows(6, 3))
+    assert store.maintenance.compact().files_removed == 3
+    assert store.maintenance.delete("id = 'r0'").rows == 1
+    assert store.maintenance.add_column(Column("extra", pa.string())) == 6
+    assert store.maintenance.restore(2) == 7
+    assert not store.append(rows(9, 1)).already_in
+    again = TrajectoryStore.open(uri, storage_options=s3_options)
+    assert again.scan(columns=["id"]).to_arrow()["id"].to_pylist() == [f"r{i}" for i in (*range(6), 9)]
+    assert again.maintenance.fsck() == []
 
 
 def test_two_handles_commit_in_turn(uri: str, s3_options: dict[str, str]) -> None:

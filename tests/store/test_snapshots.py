@@ -88,3 +88,40 @@ def test_many_threads_note_steps_at_once(store: TrajectoryStore) -> None:
     for thread in threads:
         thread.join()
     assert len(store.ledger()) == 3 * 5 * 2
+
+
+def test_one_name_for_two_snapshots_at_once(store: TrajectoryStore) -> None:
+    gate, told = threading.Barrier(3), []
+
+    def work(snapshot: int) -> None:
+        mine = TrajectoryStore.open(store.path)
+        gate.wait()
+        try:
+            mine.tag("best", snapshot)
+        except ConflictError:
+            told.append(snapshot)
+
+    threads = [threading.Thread(target=work, args=(snapshot,)) for snapshot in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted([*told, store.tags()["best"]]) == [1, 2, 3], "who was not first is told"
+
+
+def test_a_tag_that_another_process_gave_meanwhile(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.tag("best", 1)
+    seen = [{}, store.tags()]
+    monkeypatch.setattr("trajstore.store.side.tags", lambda _: seen.pop(0))
+    with pytest.raises(ConflictError, match="tag 'best' is at snapshot 1"):
+        store.tag("best", 2)
+
+
+def test_a_handle_appends_after_a_restore(store: TrajectoryStore) -> None:
+    store.maintenance.restore(1)
+    assert store.append(rows("f")).rows == 1
+    store.append(rows("g"))
+    assert store.scan(columns=["id"]).to_arrow()["id"].to_pylist() == ["a", "b", "f", "g"]
+    assert store.maintenance.fsck() == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from trajstore import InputError, StorageError, Trajectory, TrajectoryStore, ValidationError
+from trajstore import ConflictError, InputError, StorageError, Trajectory, TrajectoryStore, ValidationError
 
 
 def row(name: str) -> Trajectory:
@@ -138,6 +138,32 @@ def test_a_named_writer_goes_on_after_a_restart(store: TrajectoryStore) -> None:
             writer.add(row(name))
     assert ids(store) == ["a", "b"]
     assert [s.writer_id for s in store.history()[1:]] == ["w", "w"]
+
+
+def test_a_second_process_under_one_name_is_told_and_loses_nothing_in_silence(store: TrajectoryStore) -> None:
+    first, second = store.writer(writer_id="w"), store.writer(writer_id="w")
+    first.add(row("a"))
+    first.close()
+    second.add(row("b"))
+    with pytest.raises(ConflictError, match="another process writes as 'w'"):
+        second.flush()
+    with pytest.raises(ConflictError):
+        second.close()
+    assert ids(store) == ["a"]
+
+
+def test_a_restore_under_a_writer_does_not_stop_it(store: TrajectoryStore) -> None:
+    with store.writer(writer_id="w") as writer:
+        for name in "abc":
+            writer.add(row(name))
+            writer.flush()
+        store.maintenance.restore(1)
+        writer.add(row("d"))
+    with store.writer(writer_id="w") as writer:
+        writer.add(row("e"))
+    assert ids(store) == ["a", "d", "e"]
+    seq = [n >> 32 for n in store.scan(columns=["writer_seq"]).to_arrow()["writer_seq"].to_pylist()]
+    assert seq == [0, 3, 4]
 
 
 def test_closed_and_pinned_and_limits(store: TrajectoryStore) -> None:

@@ -26,7 +26,7 @@ from trajstore.store import TrajectoryStore
 from trajstore.trajectory import PolicyVersion
 
 WORKERS = 2
-STOP_SECONDS = 60.0
+STOP_SECONDS = 900.0  # only a worker that hangs takes so long, whatever the machine
 ROWS_OF_NEWEST = 48
 
 Report = Callable[[Update], None]

@@ -39,7 +39,7 @@ WARM_UP_LOSS = 1.7
 WARM_UP_LONGEST = 12
 LARGEST_RATIO = 2.0
 PUSH_AWAY = 0.2
-STALL_SECONDS = 90.0
+STALL_SECONDS = 900.0  # only workers that hang write nothing for so long, whatever the machine
 POLL_SECONDS = 0.2
 
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from trajstore.batch import TrajectoryBatch
 from trajstore.codec import Nulls, cache_refs_left_out, check, conform, encode, id_hashes
-from trajstore.errors import InputError, ValidationError
+from trajstore.errors import InputError, ValidationError, is_refusal
 from trajstore.store import side
 from trajstore.store.datafile import DataFile
 from trajstore.store.files import FileWriter, storage_errors
@@ -72,22 +72,25 @@ def append(
     nulls: Nulls,
     on_error: OnError,
     cache_refs_left_out: int = 0,
+    resent: bool = True,
 ) -> Commit:
     """Adds rows to a table as the given batch of a writer, in one atomic commit.
 
     A row that breaks the contract fails the append ("raise"), is left out and told ("skip"), or is left out,
     told and put into the side table ("quarantine"); of Arrow data, such a row always fails it.
     `cache_refs_left_out` counts the objects in `kv_cache_ref` that Arrow data lost before it came here.
+    `resent` is false where the caller's own handle numbers the batches, see `batches.is_known`.
 
     Raises:
         ValidationError: a row breaks the contract.
         SchemaError: Arrow data does not fit the table's columns.
         ConflictError: batch_no does not follow the writer's last one.
+        StorageError: a file or the commit could not be written.
+        UncertainCommitError: it is not known whether the commit got through.
     """
     stamp = _Stamp(writer_id, batch_no)
     table.refresh()
-    last = table.committed_batch(writer_id)
-    if last is not None and batch_no <= last:
+    if table.is_in(writer_id, batch_no, resent=resent):
         return Commit(table.snapshot, 0, 0, True, (), {})
     storable = pa.schema([f for f in table.schema if f.name not in STAMPS])
     refused: list[Refused] = []
@@ -99,10 +102,15 @@ def append(
         done = out.finish()
         if refused and on_error == "quarantine":
             side.quarantine(table.place, refused, writer_id, batch_no)
+        out.kept = True
         snapshot = table.commit(
-            done, writer_id=writer_id, batch_no=batch_no, cache_refs_left_out=sum(left_out)
+            done,
+            writer_id=writer_id,
+            batch_no=batch_no,
+            cache_refs_left_out=sum(left_out),
+            resent=resent,
         )
-        out.committed = snapshot is not None
+        out.kept = snapshot is not None
     if snapshot is None:
         return Commit(table.snapshot, 0, 0, True, tuple(refused), {})
     total = sum(file.bytes for file in done)
@@ -224,12 +232,12 @@ class _Stamp:
 
 
 class _Files:
-    """The data files of one append; removed again unless they are committed."""
+    """The data files of one append; removed again unless the log names them, or may do so."""
 
     def __init__(self, place: Place, schema: pa.Schema) -> None:
         self.place = place
         self.schema = schema
-        self.committed = False
+        self.kept = False
         self.not_finite: dict[str, int] = {}
         self._open: FileWriter | None = None
         self._done: list[DataFile] = []
@@ -237,10 +245,10 @@ class _Files:
     def __enter__(self) -> _Files:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._open is not None:
             self._open.abort()
-        if not self.committed:
+        if not self.kept or (error is not None and is_refusal(error)):
             for file in self._done:
                 self.place.discard(file.name)
 

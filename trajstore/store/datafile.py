@@ -70,10 +70,17 @@ def read_snapshot(entry: Mapping[str, Any]) -> Snapshot:
     )
 
 
+def statistics(file: DataFile) -> str:
+    """What an add action says of a file's rows."""
+    return json.dumps(
+        {"numRecords": file.rows, "minValues": file.low, "maxValues": file.high, "nullCount": file.nulls}
+    )
+
+
 def log_file(action: Mapping[str, Any], snapshot: int) -> LogFile:
     """A data file from a flattened add action."""
 
-    def statistics(prefix: str) -> dict[str, Any]:
+    def named(prefix: str) -> dict[str, Any]:
         found = ((k.removeprefix(prefix), v) for k, v in action.items() if k.startswith(prefix))
         return {name: value for name, value in found if value is not None}
 
@@ -81,8 +88,8 @@ def log_file(action: Mapping[str, Any], snapshot: int) -> LogFile:
         name=action["path"],
         rows=action["num_records"],
         bytes=action["size_bytes"],
-        low=statistics("min."),
-        high=statistics("max."),
-        nulls=statistics("null_count."),
+        low=named("min."),
+        high=named("max."),
+        nulls=named("null_count."),
         snapshot=snapshot,
     )

@@ -21,7 +21,7 @@ from trajstore.errors import CorruptFileError, ValidationError
 from trajstore.store import files
 from trajstore.store.datafile import LogFile
 from trajstore.store.files import NAME
-from trajstore.store.log import TORN, torn_entry
+from trajstore.store.log import TORN, is_short, torn_entry
 from trajstore.store.place import Place, entry
 from trajstore.store.table import Table
 
@@ -65,7 +65,7 @@ def fsck(place: Place, *, repair: bool = False, orphan_seconds: float = ORPHAN_S
     if not found:
         found += _duplicates(table)
     # Files of a torn entry may be part of what its line no longer names: not now.
-    return torn + found + list(_orphans(table, repair and not torn, orphan_seconds))
+    return torn + list(_short(table)) + found + list(_orphans(table, repair and not torn, orphan_seconds))
 
 
 def _open(place: Place, repair: bool) -> tuple[Table, list[Finding]]:
@@ -84,6 +84,18 @@ def _open(place: Place, repair: bool) -> tuple[Table, list[Finding]]:
     return Table.open(place) if repair else before, [
         Finding("error", entry(number), what, next, repaired=repair)
     ]
+
+
+def _short(table: Table) -> Iterator[Finding]:
+    """Entries that are cut short and that later ones were built upon."""
+    for number in range(1, table.snapshot):
+        if is_short(table.place, number):
+            yield Finding(
+                "error",
+                entry(number),
+                "its end is missing, and later commits were built upon it",
+                "see which rows it added or removed (`diff`), and whether its batch was sent again",
+            )
 
 
 def _file(table: Table, file: LogFile) -> Iterator[Finding]:

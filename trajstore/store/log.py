@@ -10,12 +10,17 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from trajstore.errors import CorruptFileError
 from trajstore.store.place import LOG, Place, entry
 
 S3_THREADS = 16
 TORN = "_trajstore/torn"
 """Where a torn entry is put; Delta and vacuum look at neither."""
 
+# Names of application transactions in the log, beside those of writers.
+EPOCH, RESTORED, MAINTENANCE = "trajstore-epoch", "trajstore-restored-to", "trajstore-maintenance"
+
+_SWAPS = frozenset({"compact", "delete", "remove_stale", "update", "restore", "buffer"})
 _NUMBER = re.compile(LOG + r"/(\d{20})\.(json|checkpoint.*\.parquet)")
 
 
@@ -45,7 +50,11 @@ class LogReader:
             else:
                 found = [_lines(place, number) for number in new]
             for number, lines in zip(new, found, strict=True):
-                self._note(number, lines)
+                try:
+                    self._note(number, lines)
+                except (ValueError, KeyError) as error:  # an old one, which Delta need not read any more
+                    what = f"{place.path(entry(number))} is damaged: {error}"
+                    raise CorruptFileError(what, hint="restore it from a backup") from error
             self._up_to = max(self._up_to, snapshot)
         return self
 
@@ -80,9 +89,10 @@ _READERS_LOCK = threading.Lock()
 def torn_entry(place: Place) -> int | None:
     """Number of the newest entry when its end is missing, as a power cut leaves it; else None.
 
-    Such an entry was never acknowledged, for that takes an fsync of the whole of it. One that a checkpoint
-    covers was whole once, and one that is broken in its middle is damaged, not torn: neither counts. Nor
-    does an empty one, which Delta reads as a commit of nothing. Buckets put an object whole or not at all.
+    Such an entry was never acknowledged, for that takes an fsync of the whole of it. It ends within a line,
+    or between two, see `is_short`. One that a checkpoint covers was whole once, and one that is broken in
+    its middle is damaged, not torn: neither counts. Nor does an empty one, which Delta reads as a commit of
+    nothing. Buckets put an object whole or not at all.
     """
     if place.folder is None:
         return None
@@ -90,8 +100,46 @@ def torn_entry(place: Place) -> int | None:
     newest = max((int(m[1]) for m in found if m[2] == "json"), default=0)
     if newest == 0 or any(int(m[1]) >= newest for m in found if m[2] != "json"):
         return None
-    whole, _, last = place.read(entry(newest)).rstrip(b"\0\r\n").rpartition(b"\n")
-    return newest if last and all(map(_parses, whole.splitlines())) and _is_cut(last) else None
+    *whole, last = place.read(entry(newest)).rstrip(b"\0\r\n").split(b"\n")
+    if not last or not all(map(_parses, whole)):
+        return None
+    return newest if _is_cut(last) or _lacks_its_end([*whole, last]) else None
+
+
+def is_short(place: Place, number: int) -> bool:
+    """Whether an entry of ours ends with a whole line before its last one.
+
+    Delta takes it for a commit: of an append it has the files and not that the batch is in, of a rewrite it
+    may have what goes and not what comes. Buckets put an object whole or not at all.
+    """
+    return place.folder is not None and _lacks_its_end(_lines(place, number))
+
+
+def has_mark(place: Place, number: int, mark: str) -> bool | None:
+    """Whether a snapshot's entry holds a text; None when it is not there."""
+    try:
+        return mark.encode() in place.read(entry(number))
+    except FileNotFoundError:
+        return None
+
+
+def _lacks_its_end(lines: list[bytes]) -> bool:
+    """Whether what a commit of ours ends with is missing; commits of others and unknown ones lack nothing."""
+    if not all(map(_parses, lines)):
+        return False  # broken in another way, and Delta says so unless a checkpoint covers it
+    found = [json.loads(line) for line in lines if line.startswith((b'{"commitInfo"', b'{"txn"'))]
+    notes = [line["commitInfo"]["trajstore"] for line in found if "trajstore" in line.get("commitInfo", {})]
+    if not notes:
+        return False
+    note = json.loads(notes[0])
+    there = {line["txn"]["appId"] for line in found if "txn" in line}
+    if "writer_id" in note:
+        return not there
+    if note["operation"] == "add_column":
+        return not any(line.startswith(b'{"metaData"') for line in lines)
+    return note["operation"] in _SWAPS and not there >= (
+        {MAINTENANCE, EPOCH, RESTORED} if note["operation"] == "restore" else {MAINTENANCE}
+    )
 
 
 def _parses(line: bytes) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trajstore.codec import check, conform
-from trajstore.errors import ConflictError, QueryError, ValidationError
+from trajstore.errors import (
+    ConflictError,
+    CorruptFileError,
+    QueryError,
+    ValidationError,
+    is_refusal,
+)
 from trajstore.schema import BY_NAME, Column
 from trajstore.selection import VERSION_OF, GapOf, Stale, fresh
 from trajstore.store import files, side
@@ -167,7 +174,26 @@ class Maintenance:
             QueryError: there is no such snapshot.
             CorruptFileError: a file of it was vacuumed.
         """
-        return Table.open(self._place).restore(snapshot)
+        past = {file.name: file for file in Table.open(self._place, snapshot).files()}
+        for _ in range(PLANS):
+            for name in past:
+                if not self._place.exists(name):
+                    raise CorruptFileError(
+                        f"snapshot {snapshot} cannot be restored: its file {name} is gone",
+                        hint="tag snapshots to keep them through a vacuum",
+                    )
+            table = Table.open(self._place)
+            live = {file.name: file for file in table.files()}
+            with suppress(ConflictError):  # a maintainer was first: what is live has changed
+                return table.swap(
+                    [file for name, file in live.items() if name not in past],
+                    [file for name, file in past.items() if name not in live],
+                    operation="restore",
+                    restored=snapshot,
+                )
+        raise ConflictError(
+            f"other maintainers were first {PLANS} times", hint="run one maintainer at a time"
+        )
 
     def vacuum(
         self,
@@ -229,14 +255,17 @@ class Maintenance:
             if not plan.remove:
                 return Rewrite(table.snapshot, plan.rows, 0, 0)
             written: list[DataFile] = []
+            swapping = False
             try:
                 with storage_errors(self._place):
                     for merge in plan.add:
                         written += _written(table, merge())
+                    swapping = True
                     snapshot = table.swap(plan.remove, written, operation=operation, data_change=data_change)
             except BaseException as error:
-                for file in written:
-                    self._place.discard(file.name)
+                if not swapping or is_refusal(error):
+                    for file in written:
+                        self._place.discard(file.name)
                 if isinstance(error, ConflictError):
                     continue
                 raise

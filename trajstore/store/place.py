@@ -181,6 +181,11 @@ class Place:
         if self.folder is not None:
             sync(self.folder / name)
 
+    def sync_entry(self, number: int) -> None:
+        """Makes a snapshot's entry survive a power cut, which delta-rs does not."""
+        self.sync(entry(number))
+        self.sync(LOG)
+
 
 def entry(number: int) -> str:
     """The log's entry of a snapshot."""

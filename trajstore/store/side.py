@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trajstore.errors import ConflictError, StoreExistsError
+from trajstore.errors import ConflictError, StoreExistsError, TrajstoreError, is_refusal
 from trajstore.schema import list_of
 from trajstore.store import files
-from trajstore.store.files import FileWriter
+from trajstore.store.files import FileWriter, storage_errors
 from trajstore.store.place import Place
 from trajstore.store.table import Table
 
@@ -100,7 +100,8 @@ def tag(store: Place, name: str, snapshot: int) -> None:
     if known is not None:
         raise ConflictError(f"tag {name!r} is at snapshot {known}", hint="choose another name")
     row = {"name": name, "snapshot": snapshot, "tagged_at": datetime.now(UTC)}
-    _append(store, "tags", TAGS, [row], key=f"tag/{name}")
+    if not _append(store, "tags", TAGS, [row], key=f"tag/{name}"):
+        tag(store, name, snapshot)  # another process was first: it may have meant the same
 
 
 def tags(store: Place) -> dict[str, int]:
@@ -191,16 +192,23 @@ def _table(store: Place, name: str, schema: pa.Schema) -> tuple[Place, Table]:
 
 def _append(
     store: Place, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, key: str
-) -> None:
-    """Adds rows once: the same key again adds nothing."""
+) -> bool:
+    """Adds rows once and returns whether it did: the same key again adds nothing."""
     place, table = _table(store, name, schema)
     if table.committed_batch(key) is not None:
-        return
-    with FileWriter(place, schema) as writer:
+        return False
+    with storage_errors(place), FileWriter(place, schema) as writer:
         writer.write(pa.RecordBatch.from_pylist(list(rows), schema))
         file = writer.close()
-    if table.commit([file], writer_id=key, batch_no=0, operation=name) is None:
+    try:
+        added = table.commit([file], writer_id=key, batch_no=0, operation=name) is not None
+    except TrajstoreError as error:
+        if is_refusal(error):
+            place.discard(file.name)
+        raise
+    if not added:
         place.discard(file.name)
+    return added
 
 
 def _read(store: Place, name: str, schema: pa.Schema) -> pa.Table:

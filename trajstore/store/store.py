@@ -334,14 +334,16 @@ class TrajectoryStore:
             ValidationError: a row breaks the contract (its position, id and column are named).
             SchemaError: Arrow data does not fit the store's columns.
             ConflictError: batch_no does not follow the writer's last one.
+            StorageError: the disk or the object store refused; with UncertainCommitError, after the commit
+                was sent, so that it may be in. Send it again with its writer_id and batch_no, if it has any.
         """
         if (writer_id is None) != (batch_no is None):
             raise InputError("writer_id and batch_no go together", hint="give both, or neither")
         with self._lock:
             if writer_id is not None and batch_no is not None:
                 return append(self._table, rows, writer_id, batch_no, nulls=nulls, on_error=on_error)
-            commit = append(
-                self._table, rows, self._writer_id, self._batch_no, nulls=nulls, on_error=on_error
+            number = self._batch_no
+            self._batch_no += 1  # an append that failed may have got through: no number is used again
+            return append(
+                self._table, rows, self._writer_id, number, nulls=nulls, on_error=on_error, resent=False
             )
-            self._batch_no += 1
-            return commit

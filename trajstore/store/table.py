@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import random
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -26,16 +28,16 @@ from trajstore.errors import (
     StorageError,
     StoreExistsError,
     StoreNotFoundError,
+    UncertainCommitError,
 )
 from trajstore.schema import FORMAT_VERSION, check_format
-from trajstore.store.datafile import DataFile, LogFile, Snapshot, log_file, read_snapshot
-from trajstore.store.log import log_reader
-from trajstore.store.place import LOG, Place, entry
+from trajstore.store.batches import application, is_known
+from trajstore.store.datafile import DataFile, LogFile, Snapshot, log_file, read_snapshot, statistics
+from trajstore.store.log import EPOCH, MAINTENANCE, RESTORED, has_mark, is_short, log_reader, torn_entry
+from trajstore.store.place import Place, entry
 
 COMMIT_ATTEMPTS = 100
 
-# Names of application transactions in the log, beside those of writers.
-_EPOCH, _RESTORED, _MAINTENANCE = "trajstore-epoch", "trajstore-restored-to", "trajstore-maintenance"
 _ALREADY_IN = -1
 
 _FORMAT_KEY = "trajstore.formatVersion"
@@ -92,7 +94,7 @@ class Table:
             if "already exists" in str(error) or isinstance(error, CommitFailedError):
                 raise StoreExistsError(f"{place} was made by another process meanwhile") from error
             raise StorageError(f"cannot create a store at {place}: {error}") from error
-        _sync_log(place, 0)
+        place.sync_entry(0)
         return cls(place, delta, pinned=False)
 
     @classmethod
@@ -103,6 +105,7 @@ class Table:
             StoreNotFoundError: there is no store there.
             FormatVersionError: a newer trajstore wrote it.
             QueryError: it has no such snapshot.
+            CorruptFileError: the log cannot be read, or its newest entry is cut short.
         """
         if not place.is_table():
             hint = f"make one: trajstore import FILE {place}"
@@ -125,6 +128,8 @@ class Table:
                 hint="read it with pyarrow or polars and append the rows to a store",
             )
         check_format(int(found), str(place))
+        if snapshot is None and is_short(place, int(delta.version())) and torn_entry(place) is not None:
+            raise _unreadable(place, CorruptFileError(f"the end of entry {delta.version()} is missing"))
         return cls(place, delta, pinned=snapshot is not None)
 
     @property
@@ -165,7 +170,7 @@ class Table:
     @property
     def epoch(self) -> int:
         """How often the table was restored; a writer's batch numbers are counted within an epoch."""
-        return self._transaction(_EPOCH) or 0
+        return self._transaction(EPOCH) or 0
 
     def _transaction(self, name: str) -> int | None:
         """The number that the log holds for an application."""
@@ -186,12 +191,12 @@ class Table:
         After a restore it is the last one that the restored snapshot held: what was rolled back may be
         sent again.
         """
-        last = self._transaction(_application(writer_id, self.epoch))
+        last = self._transaction(application(writer_id, self.epoch))
         if last is not None:
             return last
         if self.epoch == 0:
             return None
-        restored = self._transaction(_RESTORED) or 0
+        restored = self._transaction(RESTORED) or 0
         return Table.open(self.place, restored).committed_batch(writer_id)
 
     def commit(
@@ -202,26 +207,29 @@ class Table:
         batch_no: int,
         operation: str = "append",
         cache_refs_left_out: int = 0,
+        resent: bool = True,
     ) -> int | None:
         """Adds files in one atomic step and returns the new snapshot.
 
         Only the commit is tried again when another writer was first, never the writing of files.
 
         Returns:
-            The snapshot, or None when this writer's batch is in already.
+            The snapshot, or None when this writer's batch is in already; `is_known` says what `resent` means.
 
         Raises:
             ConflictError: the batch number is not the writer's next, or others won every attempt.
+            StorageError: the commit was refused.
+            UncertainCommitError: it is not known whether it got through. After any other error it did not.
         """
         note = {"operation": operation, "rows": sum(f.rows for f in files), "writer_id": writer_id}
         if cache_refs_left_out:
             note["cache_refs_left_out"] = cache_refs_left_out
 
         def attempt() -> int | None:
-            if self._is_in(writer_id, batch_no):
+            if self.is_in(writer_id, batch_no, resent=resent):
                 return _ALREADY_IN
             self._there(files)
-            transactions = {_application(writer_id, self.epoch): batch_no}
+            transactions = {application(writer_id, self.epoch): batch_no}
             return self._attempt([_add_action(file, data_change=True) for file in files], note, transactions)
 
         made = self._until_committed(attempt)
@@ -234,12 +242,16 @@ class Table:
         *,
         operation: str,
         data_change: bool = True,
-        transactions: Mapping[str, int] | None = None,
+        restored: int | None = None,
     ) -> int:
         """Replaces live files by others in one compare-and-swap step and returns the new snapshot.
 
+        With `restored`, the snapshot that they make up again, a new epoch of batch numbers begins.
+
         Raises:
             ConflictError: another maintainer has rewritten one of the files meanwhile: plan again.
+            StorageError: the commit was refused.
+            UncertainCommitError: it is not known whether it got through. After any other error it did not.
         """
         note = {"operation": operation, "rows": sum(f.rows for f in add) - sum(f.rows for f in remove)}
         gone = {file.name for file in remove}
@@ -254,8 +266,9 @@ class Table:
                 *(_add_action(file, data_change) for file in add),
             ]
             # Two swaps of the same files must not both pass: the counter makes them conflict.
-            counter = (self._transaction(_MAINTENANCE) or 0) + 1
-            return self._attempt(actions, note, {_MAINTENANCE: counter, **(transactions or {})})
+            counter = (self._transaction(MAINTENANCE) or 0) + 1
+            epoch = {} if restored is None else {EPOCH: self.epoch + 1, RESTORED: restored}
+            return self._attempt(actions, note, {MAINTENANCE: counter, **epoch})
 
         return self._until_committed(attempt)
 
@@ -292,66 +305,62 @@ class Table:
         """One commit against the snapshot of this handle; None when another one was first."""
         base = self.snapshot
         now = int(time.time() * 1000)
-        properties = CommitProperties(
-            custom_metadata={"trajstore": json.dumps(note)},
-            app_transactions=[Transaction(name, number, now) for name, number in transactions.items()],
-            max_commit_retries=0,  # a strict compare-and-swap
+        named = [Transaction(name, number, now) for name, number in transactions.items()]
+        run = partial(
+            self._delta.create_write_transaction,
+            actions,
+            "append",
+            self._delta.schema(),
+            post_commithook_properties=_AFTER,
         )
-        try:
-            self._delta.create_write_transaction(
-                actions,
-                "append",
-                self._delta.schema(),
-                commit_properties=properties,
-                post_commithook_properties=_AFTER,
-            )
-        except CommitFailedError:
+        if self._made(note, run, named) is None:
             return None
-        except (DeltaError, OSError) as error:
-            raise StorageError(f"the commit could not be written to {self.place}: {error}") from error
-        _sync_log(self.place, base + 1)
         known = self._known[1] if self._known[0] == base else {}
-        self.refresh()
+        with suppress(CorruptFileError):  # of a later entry: this commit is in, the next call says so
+            self.refresh()
         self._known = (base + 1, {**known, **transactions})  # of no use when others were quick
         return base + 1
 
-    def _is_in(self, writer_id: str, batch_no: int) -> bool:
-        last = self.committed_batch(writer_id)
-        if last is not None and batch_no <= last:
-            return True
-        expected = 0 if last is None else last + 1
-        if batch_no != expected:
-            raise ConflictError(
-                f"batch {batch_no} of writer {writer_id!r} does not follow: the next one is {expected}",
-                hint="number a writer's batches 0, 1, 2, ... and resend the missing one first",
-            )
-        return False
+    def _made(
+        self,
+        note: Mapping[str, Any],
+        run: Callable[..., None],
+        transactions: list[Transaction] | None = None,
+    ) -> int | None:
+        """The snapshot that a strict compare-and-swap of delta-rs made; None when another one was first.
 
-    def restore(self, snapshot: int) -> int:
-        """Makes the table as it was at a snapshot, as a new snapshot and in a new epoch.
-
-        Raises:
-            QueryError: there is no such snapshot.
-            CorruptFileError: a file of that snapshot was vacuumed.
+        An object store can carry a request out and lose the answer; the client's own retry then finds the
+        entry there and reports a conflict with itself. So each entry has a mark by which it is known again.
         """
-        past = {file.name: file for file in Table.open(self.place, snapshot).files()}
-        for _ in range(COMMIT_ATTEMPTS):
-            for name in past:
-                if not self.place.exists(name):
-                    raise CorruptFileError(
-                        f"snapshot {snapshot} cannot be restored: its file {name} is gone",
-                        hint="tag snapshots to keep them through a vacuum",
-                    )
-            self.refresh()
-            live = {file.name: file for file in self.files()}
-            with suppress(ConflictError):  # a maintainer was first: what is live has changed
-                return self.swap(
-                    [file for name, file in live.items() if name not in past],
-                    [file for name, file in past.items() if name not in live],
-                    operation="restore",
-                    transactions={_EPOCH: self.epoch + 1, _RESTORED: snapshot},
-                )
-        raise ConflictError(f"other maintainers were first {COMMIT_ATTEMPTS} times; nothing was restored")
+        number, mark = self.snapshot + 1, uuid.uuid4().hex
+        properties = CommitProperties(
+            custom_metadata={"trajstore": json.dumps({**note, "commit": mark})},
+            app_transactions=transactions,
+            max_commit_retries=0,
+        )
+        try:
+            try:
+                run(commit_properties=properties)
+            except (DeltaError, OSError) as error:
+                found = has_mark(self.place, number, mark)
+                if found is False or (found is None and isinstance(error, CommitFailedError)):
+                    return None
+                if found is None and self.place.folder is not None:
+                    raise StorageError(f"the commit could not be written to {self.place}: {error}") from error
+                if found is None:  # the request may still be on its way
+                    raise
+            self.place.sync_entry(number)
+        except StorageError:
+            raise
+        except (DeltaError, OSError) as error:
+            what = f"whether a commit got into {self.place} is not known: {_first_line(error)}"
+            hint = "send the batch again with the same writer_id and batch_no, or look into the history"
+            raise UncertainCommitError(what, hint=hint) from error
+        return number
+
+    def is_in(self, writer_id: str, batch_no: int, *, resent: bool) -> bool:
+        """Whether a writer's batch was committed before; see `commit`."""
+        return is_known(self.committed_batch(writer_id), writer_id, batch_no, resent=resent)
 
     def add_columns(self, fields: Sequence[pa.Field]) -> int:
         """Adds nullable columns; files that do not have them are read as null there.
@@ -364,18 +373,12 @@ class Table:
             for added in fields:
                 if added.name in self.schema.names:
                     raise SchemaError(f"column {added.name!r} is already there", hint="choose another name")
-            base = self.snapshot
-            note = json.dumps({"operation": "add_column", "rows": 0})
-            properties = CommitProperties(custom_metadata={"trajstore": note}, max_commit_retries=0)
-            try:
-                self._delta.alter.add_columns(
-                    list(Schema.from_arrow(pa.schema(fields)).fields), commit_properties=properties
-                )
-            except CommitFailedError:
-                continue
-            _sync_log(self.place, base + 1)
-            self.refresh()
-            return base + 1
+            columns = list(Schema.from_arrow(pa.schema(fields)).fields)
+            run = partial(self._delta.alter.add_columns, columns)
+            made = self._made({"operation": "add_column", "rows": 0}, run)
+            if made is not None:
+                self.refresh()
+                return made
         raise ConflictError(f"other writers were first {COMMIT_ATTEMPTS} times; no column was added")
 
     def history(self) -> list[Snapshot]:
@@ -400,26 +403,10 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _application(writer_id: str, epoch: int) -> str:
-    return writer_id if epoch == 0 else f"{writer_id}@{epoch}"
-
-
 def _remove_action(file: LogFile, data_change: bool) -> RemoveAction:
     return RemoveAction(file.name, data_change, int(time.time() * 1000), file.bytes, {})
 
 
 def _add_action(file: DataFile, data_change: bool) -> AddAction:
-    statistics = {
-        "numRecords": file.rows,
-        "minValues": file.low,
-        "maxValues": file.high,
-        "nullCount": file.nulls,
-    }
     now = int(time.time() * 1000)
-    return AddAction(file.name, file.bytes, {}, now, data_change, json.dumps(statistics))
-
-
-def _sync_log(place: Place, number: int) -> None:
-    """delta-rs never fsyncs: without this a power cut can take the newest commits away in silence."""
-    place.sync(entry(number))
-    place.sync(LOG)
+    return AddAction(file.name, file.bytes, {}, now, data_change, statistics(file))

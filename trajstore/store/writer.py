@@ -229,6 +229,7 @@ class StoreWriter:
             nulls=self._nulls,
             on_error="raise",
             cache_refs_left_out=sum(left_out for _, left_out in taken),
+            resent=False,
         )
         with self._change:
             self._batch_no += 1
