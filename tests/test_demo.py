@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from trajstore.cli.app import app
 from trajstore.demo import run_demo, task
+from trajstore.demo.offline import ilql_epoch
 from trajstore.demo.policy import Policy, load, log_probs_of, newest
 from trajstore.demo.rollout import Generation
 from trajstore.demo.train import MAX_STALENESS
@@ -142,6 +143,7 @@ def test_it_prints_the_tables_and_three_commands_that_work(demo: Demo) -> None:
         "ESS / n",
         "stored log-probs under the newest weights",
         "What should one know before training on it?",
+        "an epoch of ILQL from the same rows",
         "mixed-versions",
         f"max_staleness={MAX_STALENESS}",
     ):
@@ -155,6 +157,23 @@ def test_it_prints_the_tables_and_three_commands_that_work(demo: Demo) -> None:
         assert str(demo.path) in arguments
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
+
+
+def test_an_ilql_epoch_takes_every_finished_row_and_learns(demo: Demo) -> None:
+    finished = demo.store.scan("status = 'completed'")
+    policy = Policy()
+    load(policy, demo.weights, demo.current)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    epoch = ilql_epoch(finished, policy, seed=0)
+    rows = [row for row in demo.rows if row.is_complete]
+    assert epoch.rows == len(rows)
+    assert epoch.actions == sum(row.response_length for row in rows)
+    assert epoch.cut_off == sum(row.terminated is False for row in rows)
+    assert f"{epoch.rows:,} rows, {epoch.actions:,} actions, {epoch.steps} steps" in demo.printed
+    for term in ("loss_q", "loss_cql"):
+        start, end = epoch.terms[term]
+        assert end < start, term
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
 
 
 def test_stored_log_probs_are_those_of_the_newest_weights(demo: Demo) -> None:

@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.offline.goldens import golden
-from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
+from trajstore import InputError, SchemaError, Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
 from trajstore.loader import TrajectoryLoader
 from trajstore.offline.elements import PPORLElement
 from trajstore.offline.gae import gae, kl_penalty, whiten
@@ -163,7 +164,7 @@ def test_a_log_prob_that_is_not_finite_is_an_error_or_masked_never_zero() -> Non
 
 
 def test_the_kl_penalty_is_paid_on_trained_tokens(tmp_path: Any) -> None:
-    column = Column("ref_log_probs", list_of(__import__("pyarrow").float32()), "token")
+    column = Column("ref_log_probs", list_of(pa.float32()), "token")
     store = TrajectoryStore.create(tmp_path / "s", extra=[column])
     store.append([row(id="a", loss_mask=[0, 0, 1, 0, 1])])
     store.maintenance.update(["a"], {"ref_log_probs": [[0, 0, -0.75, -9, -2.0]]})
@@ -226,6 +227,22 @@ def test_advantages_are_written_back_to_the_store(tmp_path: Any) -> None:
     assert b.returns == [0, 0, 0.5, 1, 2]
     with pytest.raises(ValidationError, match=r"\(id 'c'\), column 'bootstrap_value'"):
         recompute(TrajectoryBatch([row(id="c", terminated=False)]), gamma=1, lam=1)
+
+
+def test_the_kl_penalty_is_a_column_and_part_of_the_returns(tmp_path: Any) -> None:
+    extra = [Column(name, list_of(pa.float32()), "token") for name in ("ref_log_probs", "kl_penalty")]
+    store = TrajectoryStore.create(tmp_path / "s", extra=extra)
+    store.append([row(id="a", loss_mask=[0, 0, 1, 0, 1])])
+    store.maintenance.update(["a"], {"ref_log_probs": [[0, 0, -0.75, -9, -2.0]]})
+    made = recompute(store.scan(), gamma=0.5, lam=1.0, reference="ref_log_probs", kl_coefficient=0.5)
+    assert made["kl_penalty"].to_pylist() == [[0, 0, -0.125, 0, -0.5]]
+    assert made["returns"].to_pylist() == [[0, 0, -0.125 + 0.5 * 1.5, 0, 1.5]]
+    ids, *columns = made.to_pydict().items()
+    store.maintenance.update(ids[1], dict(columns))
+    (stored,) = store.scan().columns(["kl_penalty", "returns"]).to_arrow().to_pylist()
+    assert stored["kl_penalty"] == [0, 0, -0.125, 0, -0.5]
+    with pytest.raises(SchemaError, match="no column 'other'"):
+        recompute(store.scan(), gamma=1, lam=1, reference="other")
 
 
 def test_whitening_of_equal_values_is_zero() -> None:

@@ -181,3 +181,105 @@ def test_step_labels_are_turns_that_earned_enough() -> None:
     assert len(step_labels(TrajectoryBatch(rows[2:]), str)) == 0
     high = step_labels(TrajectoryBatch(rows[:1]), str, threshold=0.75)
     assert high.table["labels"].to_pylist() == [[False, False]]
+
+
+CHAT = [{"role": "user", "content": "q"}]
+
+
+def chat(id: str, reward: float, *turns: dict[str, Any], **given: Any) -> Trajectory:
+    return row(id, reward, messages=[*CHAT, *turns], **given)
+
+
+def say(content: str, role: str = "assistant", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def test_rows_with_messages_give_trl_s_conversational_form() -> None:
+    rows = [
+        chat("a", 0.0, say("no")),
+        chat("b", 1.0, say("look"), say("found", "user"), say("yes")),
+        chat("c", 0.5, group_id=None),
+    ]
+    made = preference_pairs(TrajectoryBatch(rows))
+    (pair,) = made.table.select(["prompt", "chosen", "rejected"]).to_pylist()
+    assert pair == {
+        "prompt": CHAT,
+        "chosen": [say("look"), say("found", "user"), say("yes")],
+        "rejected": [say("no")],
+    }
+    assert made.dropped == {"no messages, or none of an assistant": 1}
+    (one, other) = kto_labels(TrajectoryBatch(rows[:2]), desirable=1.0).table.to_pylist()
+    assert (one["completion"], one["label"], other["label"]) == ([say("no")], False, True)
+    texts = preference_pairs(TrajectoryBatch(rows), form="text").table
+    assert texts["chosen"].to_pylist() == ["answer b"]
+    mixed = TrajectoryBatch([*rows[:2], row("d", 0.0)])
+    assert sft_rows(mixed, min_reward=0).table["completion"].to_pylist() == [
+        "answer a",
+        "answer b",
+        "answer d",
+    ]
+    some = sft_rows(mixed, min_reward=0, form="messages")
+    assert (len(some), some.dropped) == (2, {"no messages, or none of an assistant": 1})
+    with pytest.raises(InputError, match="form is 'chat'"):
+        sft_rows(mixed, min_reward=0, form="chat")  # type: ignore[arg-type]  # on purpose
+
+
+def test_messages_keep_their_tool_calls() -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"where": "here"}}}
+    rows = [chat("a", 1.0, say("", tool_calls=[call]), say("a key", "tool"), say("yes"))]
+    (made,) = sft_rows(TrajectoryBatch(rows), min_reward=1).table["completion"].to_pylist()
+    assert made[0]["tool_calls"] == [call]
+    assert made[2] == say("yes", tool_calls=None)
+    other = chat("b", 1.0, say("", tool_calls=["look"]))
+    with pytest.raises(InputError, match="differ too much to be one column"):
+        sft_rows(TrajectoryBatch([*rows, other]), min_reward=1)
+
+
+def test_text_that_is_not_known_is_null_and_tokens_that_are_not_known_are_none() -> None:
+    tokens_only = [
+        Trajectory(id=id, group_id="g", prompt_tokens=[1, 2], response_tokens=[token], reward=reward)
+        for id, token, reward in (("a", 8, 0.0), ("b", 9, 1.0))
+    ]
+    (pair,) = preference_pairs(TrajectoryBatch(tokens_only)).table.to_pylist()
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (None, None, None)
+    assert (pair["chosen_input_ids"], pair["rejected_input_ids"]) == ([9], [8])
+    text = {"prompt": "q", "group_id": "g"}
+    text_only = [
+        Trajectory(id="a", response="short", reward=0.0, **text),
+        Trajectory(id="b", response="short", reward=1.0, **text),
+        Trajectory(id="c", response="long answer", reward=1.0, **text),
+        Trajectory(id="d", response="", reward=0.0, **text),
+        Trajectory(id="e", response="x", reward=0.0, **text | {"prompt": "another"}),
+    ]
+    made = preference_pairs(TrajectoryBatch(text_only), max_length=1)
+    (pair,) = made.table.to_pylist()
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("q", "long answer", "short")
+    assert pair["chosen_input_ids"] == []
+    assert made.dropped == {"duplicate": 1, "no response": 1, "prompt differs from its group's": 1}
+
+
+def test_datasets_loads_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    chats = TrajectoryBatch([chat("a", 0.0, say("no")), chat("b", 1.0, say("yes"))])
+    plain = TrajectoryBatch([row("a", 0.0), row("b", 1.0)])
+    sets = {
+        f"{kind}_{form}": made
+        for form, rows in (("text", plain), ("chat", chats))
+        for kind, made in {
+            "dpo": preference_pairs(rows),
+            "kto": kto_labels(rows, desirable=1),
+            "sft": sft_rows(rows, top=0.5),
+        }.items()
+    }
+    for name, made in sets.items():
+        for suffix, builder in ((".parquet", "parquet"), (".jsonl", "json")):
+            made.write(tmp_path / f"{name}{suffix}")
+            found = datasets.load_dataset(
+                builder,
+                data_files=str(tmp_path / f"{name}{suffix}"),
+                split="train",
+                cache_dir=str(tmp_path / "cache"),
+            )
+            assert found.to_list() == made.table.to_pylist(), name

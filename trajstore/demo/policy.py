@@ -41,6 +41,16 @@ class Policy(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Log-probs of the token after each position, [B, T, V], of right-padded tokens [B, T]."""
+        return self.predict(self.states(tokens))
+
+    def predict(self, states: Tensor) -> Tensor:
+        """Log-probs [B, T, V] from hidden states [B, T, D]."""
+        logits: Tensor = self.head(states)
+        logits[..., task.PAD] = -torch.inf
+        return logits.log_softmax(-1)
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """Last hidden states, [B, T, D]."""
         count, width = tokens.shape
         end = (tokens == task.ASK).int().argmax(1, keepdim=True)
         place = torch.arange(width) - end  # [B, T], below 0 in the prompt
@@ -53,9 +63,8 @@ class Policy(nn.Module):
         seen = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).reshape(count, width, WIDTH))
         x = x + self.think(x)
-        logits: Tensor = self.head(self.norm(x))
-        logits[..., task.PAD] = -torch.inf
-        return logits.log_softmax(-1)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
 
 def log_probs_of(policy: Policy, tokens: Tensor) -> Tensor:
@@ -71,10 +80,11 @@ class Adam:
     Source: Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015.
     """
 
-    def __init__(self, policy: Policy, rate: float) -> None:
+    def __init__(self, model: nn.Module, rate: float) -> None:
         self.rate = rate
         self.steps = 0
-        self.state = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in policy.parameters()]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.state = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in trained]
 
     @torch.no_grad()
     def step(self) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trajstore.demo import rollout, show
+from trajstore.demo.offline import ilql_epoch
 from trajstore.demo.policy import Policy
 from trajstore.demo.train import VERSIONS, Trainer, Update, store_log_probs
 from trajstore.errors import TrajstoreError
@@ -73,7 +74,8 @@ def run_demo(store_path: Path, *, seed: int = 0, console: Console, weights: Path
         with tempfile.TemporaryDirectory(prefix="trajstore-demo-") as temporary, _progress() as report:
             run = train(store, weights or Path(temporary), seed=seed, report=report)
         recomputed = store_log_probs(store, run.policy, run.version)
-    show.everything(console, store, run.version.version_id, run.updates, seed, recomputed)
+        epoch = ilql_epoch(store.scan("status = 'completed'"), run.policy, seed)
+    show.everything(console, store, run.version.version_id, run.updates, seed, recomputed, epoch)
 
 
 def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -> Run:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from trajstore.demo.offline import Epoch
 from trajstore.demo.train import EPOCHS, MAX_STALENESS, Update
 from trajstore.errors import TrajstoreError
 from trajstore.loader import TrajectoryLoader
@@ -48,6 +49,7 @@ def everything(
     updates: Sequence[Update],
     seed: int,
     recomputed: int,
+    epoch: Epoch,
 ) -> None:
     """Prints the tables of a run whose newest policy version is `current`, and writes its report."""
     finished = store.scan("status = 'completed'")
@@ -65,6 +67,7 @@ def everything(
         sample = _sample(console, finished, facts, current, seed)
         _batch(console, sample)
         _learnt(console, sql)
+    _offline(console, epoch)
     _doctor(console, found, store.path)
     _report(console, found, store.path)
     _next(console, store.path, current)
@@ -194,6 +197,22 @@ def _learnt(console: Console, sql: Connection) -> None:
             (row["version_id"], row["n"], f"{row['r']:.3f}", mark * round(BAR * row["r"]))
             for row in sql.sql(LEARNT).to_pylist()
         ),
+    )
+
+
+def _offline(console: Console, epoch: Epoch) -> None:
+    _head(console, "Offline: an epoch of ILQL from the same rows")
+    _code(console, "data = ilql_dataset(store.scan(\"status = 'completed'\")); TrajectoryLoader(data, ...)")
+    _say(
+        console,
+        f"{epoch.rows:,} rows, {epoch.actions:,} actions, {epoch.steps} steps; {epoch.cut_off:,} rows were "
+        "cut off, so they bootstrap.",
+    )
+    names = {"loss_q": "Q", "loss_v": "V", "loss_cql": "conservative Q", "loss_awac": "policy"}
+    _table(
+        console,
+        ("loss", "at the start", "at the end"),
+        ((names[name], *(f"{value:.3f}" for value in ends)) for name, ends in epoch.terms.items()),
     )
 
 

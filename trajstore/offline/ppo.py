@@ -32,6 +32,8 @@ Side = Literal["left", "right"]
 NEEDED = ("id", "id_hash", "length", "prompt_length", "tokens", "reward")
 OPTIONAL = ("loss_mask", "action_mask", "log_probs", "behavior_log_probs", "values", "token_rewards")
 
+_ENDS = ("terminated", "bootstrap_value")
+
 _TENSORS = ("query_tensors", "response_tensors", "logprobs", "values", "rewards", "response_masks")
 _FIELDS = ("query_tensor", "response_tensor", "logprobs", "values", "rewards", "response_mask")
 
@@ -167,15 +169,7 @@ def _part(batch: pa.RecordBatch, first_row: int, options: _Options) -> _Part:
     trained = _any(mask, offsets)
     rewards = _rewards(batch, offsets, mask, trained)
     if options.reference is not None:
-        _refuse(
-            batch,
-            first_row,
-            options.reference,
-            ~flat.present(batch, options.reference),
-            "the row does not have it",
-        )
-        reference = batch.column(options.reference).flatten().to_numpy()
-        penalty = kl_penalty(log_probs, reference, options.kl_coefficient)
+        penalty = _penalty(batch, log_probs, first_row, options)
         rewards = rewards + np.where(mask, penalty, np.float32(0))
     kept = np.flatnonzero(trained)
     starts, lengths = (offsets[:-1] + prompts)[kept], responses[kept]
@@ -282,20 +276,36 @@ def history(elements: Sequence[PPORLElement], *, only_text: bool = False) -> lis
     return [{name: x.tolist() for name, x in fields.items() if x is not None} for fields in plain]
 
 
-def recompute(source: ArrowSource | pa.Table, *, gamma: float, lam: float) -> pa.Table:
+def recompute(
+    source: ArrowSource | pa.Table,
+    *,
+    gamma: float,
+    lam: float,
+    log_probs: LogProbs = "trainer",
+    reference: str | None = None,
+    kl_coefficient: float = 0.0,
+) -> pa.Table:
     """Advantages and returns of stored rows, ready for `store.maintenance.update`.
 
     They go from trained action to trained action; `values` at an action is V of the state before it. A row
-    with `terminated` false bootstraps from its `bootstrap_value`; the others end.
+    with `terminated` false bootstraps from its `bootstrap_value`; the others end. With a reference the KL
+    penalty is part of the rewards, and a column of its own.
+
+    Args:
+        log_probs, reference, kl_coefficient: as in `ppo_dataset`.
 
     Returns:
-        `id`, `advantages` and `returns`, lists of float32 as long as `tokens`, 0 where nothing is trained.
+        `id`, `advantages` and `returns`, lists of float32 as long as `tokens`, 0 where nothing is trained;
+        with a reference also `kl_penalty`, for a column of the user's own.
 
     Raises:
+        SchemaError: the reference column is not there.
         ValidationError: a row has no values, or is cut off and has no bootstrap_value.
     """
-    table = flat.read(source, NEEDED, (*OPTIONAL, "terminated", "bootstrap_value"))
-    out, seen = [pa.table({"id": pa.array([], pa.string()), "advantages": _EMPTY, "returns": _EMPTY})], 0
+    options = _Options(log_probs, reference, kl_coefficient, "error")
+    table = flat.read(source, (*NEEDED, *([reference] if reference else [])), (*OPTIONAL, *_ENDS))
+    names = ("advantages", "returns", *(["kl_penalty"] if reference else []))
+    out, seen = [pa.table({"id": pa.array([], pa.string()), **dict.fromkeys(names, _EMPTY)})], 0
     for batch in flat.blocks(table):
         tokens, offsets = flat.offsets_of(batch)
         mask = flat.masks(batch, offsets, seen).trained
@@ -315,9 +325,13 @@ def recompute(source: ArrowSource | pa.Table, *, gamma: float, lam: float) -> pa
         at = np.flatnonzero(mask)
         rows = np.searchsorted(at, offsets)
         rewards = _rewards(batch, offsets, mask, np.diff(rows) > 0)[at]
+        penalty = []
+        if reference is not None:
+            penalty = [_penalty(batch, _log_probs(batch, offsets, seen, log_probs), seen, options)[at]]
+            rewards = rewards + penalty[0]
         made = gae(rewards, values[at], rows, bootstrap, gamma=gamma, lam=lam)
         columns = {"id": batch.column("id")}
-        for name, x in zip(("advantages", "returns"), made, strict=True):
+        for name, x in zip(names, (*made, *penalty), strict=True):
             whole = np.zeros(len(tokens), np.float32)
             whole[at] = x
             columns[name] = flat.lists(whole, np.diff(offsets))
@@ -348,6 +362,14 @@ def _log_probs(batch: pa.RecordBatch, offsets: Int64s, first_row: int, which: Lo
         hint += ', or pass log_probs="behavior" to take the engine\'s'
     _refuse(batch, first_row, "log_probs", ~has, "the row has no log-probs", hint)
     return flat.token_column(batch, "log_probs", offsets, nan)
+
+
+def _penalty(
+    batch: pa.RecordBatch, log_probs: NDArray[Any], first_row: int, options: _Options
+) -> NDArray[np.float32]:
+    name = options.reference or ""
+    _refuse(batch, first_row, name, ~flat.present(batch, name), "the row does not have it")
+    return kl_penalty(log_probs, batch.column(name).flatten().to_numpy(), options.kl_coefficient)
 
 
 def _any(mask: Bools, offsets: Int64s) -> Bools:

@@ -1,14 +1,15 @@
 """Owns preference pairs, KTO and step labels and filtered SFT sets from rewarded rows; trains nothing.
 
-Column names are TRL's. Rows of a group answer one prompt. What is left out is counted by reason, and a set
-says where it comes from: the query and snapshot in its metadata, the ids of its rows in columns.
+Column names are TRL's (its guide "dataset formats"); rows with chat messages give its conversational form.
+What is left out is counted by reason, and a set says where it comes from: the query, the snapshot and these
+counts in its metadata, the ids of its rows in columns.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -22,20 +23,13 @@ from numpy.typing import NDArray
 
 from trajstore.errors import InputError
 from trajstore.offline import flat, ilql
+from trajstore.offline.answers import Answer, Form, answers, column, groups
 from trajstore.offline.flat import ArrowSource
 from trajstore.offline.ilql_set import METADATA_KEY
 from trajstore.offline.transitions import to_transitions
 
 Pairing = Literal["best_worst", "all"]
 
-NEEDED = ("id", "length", "prompt_length", "tokens", "reward", "prompt", "response")
-
-NO_GROUP = "no group_id"
-NO_SPLIT = "the split into prompt and response is not known"
-NO_RESPONSE = "no response"
-NOT_FINITE = "reward is not finite"
-OTHER_PROMPT = "prompt differs from its group's"
-DUPLICATE = "duplicate"
 ALONE = "alone in its group"
 NO_MARGIN = "no pair with a margin"
 IDENTICAL = "identical after truncation"
@@ -85,6 +79,7 @@ def preference_pairs(
     margin: float = 0.0,
     max_length: int | None = None,
     length_ratio: float | None = None,
+    form: Form | None = None,
 ) -> PreferenceSet:
     """Pairs for DPO: within a group, a response and one with a lower reward.
 
@@ -99,6 +94,9 @@ def preference_pairs(
         max_length: tokens of prompt and response that a trainer keeps; pairs that are the same up to there
             carry no signal and are left out. The set itself is not cut.
         length_ratio: a pair's longer response is at most so many times as long as the shorter one.
+        form: "text" gives strings (null where a row has tokens only), "messages" lists of chat messages, the
+            prompt being what stands before the assistant's first one; None = "messages" when every row has
+            them.
 
     Raises:
         InputError: an option is unknown or out of range.
@@ -109,9 +107,10 @@ def preference_pairs(
     for name, value, least in ranges:
         if value is not None and not value >= least:
             raise InputError(f"{name} is {value}, expected at least {least}")
-    rows, dropped = _rows(source)
-    pairs: list[tuple[_Row, _Row]] = []
-    for members in _groups(rows, dropped):
+    found = answers(source, form=form, grouped=True)
+    dropped = found.dropped
+    pairs: list[tuple[Answer, Answer]] = []
+    for members in groups(found):
         if len(members) < 2:
             dropped[ALONE] += 1
             continue
@@ -127,9 +126,9 @@ def preference_pairs(
             else:
                 pairs.append((good, bad))
     columns: dict[str, Any] = {
-        "prompt": [good.prompt for good, _ in pairs],
-        "chosen": [good.response for good, _ in pairs],
-        "rejected": [bad.response for _, bad in pairs],
+        "prompt": column([good.prompt for good, _ in pairs], found.form),
+        "chosen": column([good.response for good, _ in pairs], found.form),
+        "rejected": column([bad.response for _, bad in pairs], found.form),
         "score_chosen": pa.array([good.reward for good, _ in pairs], pa.float64()),
         "score_rejected": pa.array([bad.reward for _, bad in pairs], pa.float64()),
         "prompt_input_ids": _ids([good.prompt_ids for good, _ in pairs]),
@@ -139,17 +138,28 @@ def preference_pairs(
         "chosen_id": [good.id for good, _ in pairs],
         "rejected_id": [bad.id for _, bad in pairs],
     }
-    said = {"pairing": pairing, "margin": margin, "max_length": max_length, "length_ratio": length_ratio}
+    said = {
+        "pairing": pairing,
+        "margin": margin,
+        "max_length": max_length,
+        "length_ratio": length_ratio,
+        "form": found.form,
+    }
     return _made("dpo", columns, dropped, source, said)
 
 
 def kto_labels(
-    source: ArrowSource | pa.Table, *, desirable: float, undesirable: float | None = None
+    source: ArrowSource | pa.Table,
+    *,
+    desirable: float,
+    undesirable: float | None = None,
+    form: Form | None = None,
 ) -> PreferenceSet:
     """Unpaired labels for KTO: true from a reward of `desirable` on, false below `undesirable`.
 
     Args:
         undesirable: None = the same threshold; what lies between the two is left out.
+        form: as in `preference_pairs`.
 
     Raises:
         InputError: `undesirable` is above `desirable`.
@@ -157,15 +167,22 @@ def kto_labels(
     low = desirable if undesirable is None else undesirable
     if low > desirable:
         raise InputError(f"undesirable is {low}, expected at most desirable, {desirable}")
-    rows, dropped = _rows(source, grouped=False)
-    kept = [row for row in rows if row.reward >= desirable or row.reward < low]
-    dropped[BETWEEN] += len(rows) - len(kept)
-    columns = _completions(kept) | {"label": pa.array([row.reward >= desirable for row in kept], pa.bool_())}
-    return _made("kto", columns, dropped, source, {"desirable": desirable, "undesirable": low})
+    found = answers(source, form=form, grouped=False)
+    kept = [row for row in found.rows if row.reward >= desirable or row.reward < low]
+    found.dropped[BETWEEN] += len(found.rows) - len(kept)
+    columns = _completions(kept, found.form) | {
+        "label": pa.array([row.reward >= desirable for row in kept], pa.bool_())
+    }
+    said = {"desirable": desirable, "undesirable": low, "form": found.form}
+    return _made("kto", columns, found.dropped, source, said)
 
 
 def sft_rows(
-    source: ArrowSource | pa.Table, *, min_reward: float | None = None, top: float | None = None
+    source: ArrowSource | pa.Table,
+    *,
+    min_reward: float | None = None,
+    top: float | None = None,
+    form: Form | None = None,
 ) -> PreferenceSet:
     """Rows worth imitating (rejection sampling): above a reward, or the best part of each group.
 
@@ -173,6 +190,7 @@ def sft_rows(
         min_reward: rows with at least this reward.
         top: 0 to 1, the part of each group that stays: at least one row, the first of equal ones. Equal
             responses of a group count once.
+        form: as in `preference_pairs`.
 
     Raises:
         InputError: neither is given, or `top` is out of range.
@@ -181,11 +199,11 @@ def sft_rows(
         raise InputError("give min_reward or top", hint="top=0.2 keeps the best fifth of each group")
     if top is not None and not 0 < top <= 1:
         raise InputError(f"top is {top}, expected above 0 and at most 1")
-    rows, dropped = _rows(source, grouped=top is not None)
-    kept = rows
+    found = answers(source, form=form, grouped=top is not None)
+    kept, dropped = found.rows, found.dropped
     if top is not None:
         kept = []
-        for members in _groups(rows, dropped):
+        for members in groups(found):
             best = sorted(members, key=lambda row: -row.reward)[: max(1, int(top * len(members)))]
             dropped[LOW] += len(members) - len(best)
             kept += best
@@ -193,7 +211,8 @@ def sft_rows(
         above = [row for row in kept if row.reward >= min_reward]
         dropped[LOW] += len(kept) - len(above)
         kept = above
-    return _made("sft", _completions(kept), dropped, source, {"min_reward": min_reward, "top": top})
+    said = {"min_reward": min_reward, "top": top, "form": found.form}
+    return _made("sft", _completions(kept, found.form), dropped, source, said)
 
 
 def step_labels(
@@ -235,69 +254,7 @@ def step_labels(
     return _made("stepwise", columns, dropped, source, {"threshold": threshold})
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    id: str
-    group: str | None
-    prompt: str
-    response: str
-    reward: float
-    prompt_ids: NDArray[Any]
-    response_ids: NDArray[Any]
-
-    def upto(self, length: int) -> bytes:
-        """The tokens a trainer keeps of the response."""
-        kept: bytes = self.response_ids[: max(length - len(self.prompt_ids), 0)].tobytes()
-        return kept
-
-
-def _rows(source: ArrowSource | pa.Table, *, grouped: bool = True) -> tuple[list[_Row], Counter[str]]:
-    """Rows that can be used, as views of their tokens, and why the others cannot."""
-    table = flat.read(source, NEEDED, ("group_id",))
-    rows: list[_Row] = []
-    dropped: Counter[str] = Counter()
-    for batch in flat.blocks(table):
-        tokens, offsets = flat.offsets_of(batch)
-        prompts = flat.integers(batch, "prompt_length", -1)
-        rewards = batch.column("reward").to_numpy()
-        has_group = "group_id" in batch.schema.names
-        groups = batch.column("group_id").to_pylist() if has_group else [None] * len(batch)
-        names = [batch.column(name).to_pylist() for name in ("id", "prompt", "response")]
-        for i, (id, prompt, response) in enumerate(zip(*names, strict=True)):
-            split, end = offsets[i] + prompts[i], offsets[i + 1]
-            if prompts[i] < 0:
-                dropped[NO_SPLIT] += 1
-            elif split == end:
-                dropped[NO_RESPONSE] += 1
-            elif not np.isfinite(rewards[i]):
-                dropped[NOT_FINITE] += 1
-            elif grouped and groups[i] is None:
-                dropped[NO_GROUP] += 1
-            else:
-                parts = tokens[offsets[i] : split], tokens[split:end]
-                rows.append(_Row(id, groups[i], prompt, response, float(rewards[i]), *parts))
-    return rows, dropped
-
-
-def _groups(rows: Sequence[_Row], dropped: Counter[str]) -> Iterator[list[_Row]]:
-    """Members of each group that answer its first one's prompt, each response once."""
-    groups: dict[str | None, list[_Row]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    for members in groups.values():
-        prompt = members[0].prompt_ids.tobytes()
-        seen: dict[bytes, _Row] = {}
-        for row in members:
-            if row.prompt_ids.tobytes() != prompt:
-                dropped[OTHER_PROMPT] += 1
-            elif row.response_ids.tobytes() in seen:
-                dropped[DUPLICATE] += 1
-            else:
-                seen[row.response_ids.tobytes()] = row
-        yield list(seen.values())
-
-
-def _candidates(members: Sequence[_Row], pairing: Pairing) -> list[tuple[_Row, _Row]]:
+def _candidates(members: Sequence[Answer], pairing: Pairing) -> list[tuple[Answer, Answer]]:
     """Pairs of a group, the better one first; equal rewards are no pair."""
     if pairing == "all":
         ordered = sorted(members, key=lambda row: -row.reward)
@@ -310,19 +267,19 @@ def _candidates(members: Sequence[_Row], pairing: Pairing) -> list[tuple[_Row, _
     return [min(((a, b) for a in best for b in worst), key=_distance)]
 
 
-def _distance(pair: tuple[_Row, _Row]) -> int:
-    return abs(len(pair[0].response_ids) - len(pair[1].response_ids))
+def _distance(pair: tuple[Answer, Answer]) -> int:
+    return abs(pair[0].length - pair[1].length)
 
 
-def _ratio(a: _Row, b: _Row) -> float:
-    short, long = sorted((len(a.response_ids), len(b.response_ids)))
+def _ratio(a: Answer, b: Answer) -> float:
+    short, long = sorted((a.length, b.length))
     return long / short
 
 
-def _completions(rows: Sequence[_Row]) -> dict[str, Any]:
+def _completions(rows: Sequence[Answer], form: Form) -> dict[str, Any]:
     return {
-        "prompt": [row.prompt for row in rows],
-        "completion": [row.response for row in rows],
+        "prompt": column([row.prompt for row in rows], form),
+        "completion": column([row.response for row in rows], form),
         "reward": pa.array([row.reward for row in rows], pa.float64()),
         "prompt_input_ids": _ids([row.prompt_ids for row in rows]),
         "completion_input_ids": _ids([row.response_ids for row in rows]),
@@ -347,6 +304,6 @@ def _made(
         **options,
         "dropped": left_out,
     }
-    text = ("prompt", "chosen", "rejected", "completion", "group_id", "chosen_id", "rejected_id", "id")
-    arrays = {n: pa.array(c, pa.string()) if n in text else c for n, c in columns.items()}
+    # What is still a list of Python's is text: empty sets keep the type of their columns.
+    arrays = {n: pa.array(c, pa.string()) if isinstance(c, list) else c for n, c in columns.items()}
     return PreferenceSet(pa.table(arrays, metadata={METADATA_KEY: json.dumps(said)}), left_out)

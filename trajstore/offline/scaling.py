@@ -99,7 +99,7 @@ def statistics(kind: Scaling, returns: Float64s, complete: Bools, groups: Int64s
 def apply(
     rewards: NDArray[np.float32], last: Float64s, counts: Int64s, complete: Bools, dense: Bools, by: Scaled
 ) -> NDArray[np.float32]:
-    """Rewards over the deviation, the mean taken off at the end of the episode.
+    """Rewards over the deviation, the mean taken off at the end of the episode; in place.
 
     The mean is a constant paid when the episode ends, so a row that is cut off gets it through V. A complete
     row with one reward r at its end thus holds (r - mean) / std, as in trlX.
@@ -114,7 +114,8 @@ def apply(
     if by.scale.kind == "none":
         return rewards
     divisor = np.where(by.std > 0, by.std, 1.0)
-    rewards = (rewards / np.repeat(divisor, counts) if dense.any() else rewards).astype(np.float32)
+    if dense.any():
+        rewards /= np.repeat(divisor, counts)
     shifted = np.where(complete, last - by.mean, last)
     flat = (by.std == 0) & complete & ~dense
     shifted[flat & (np.abs(shifted) <= EQUAL * np.abs(last))] = 0
