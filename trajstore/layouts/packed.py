@@ -44,9 +44,10 @@ def packed(rows: RowSource, options: Options = DEFAULTS, out: Buffers | None = N
     own[""] = np.append(bounds, size) if options.pad_to_multiple_of > 1 else bounds
     shape = {f"{prefix}cu_seqlens": _int32(ends) for prefix, ends in own.items()}
     batch = finished(rows, outputs, places, span, size, out)
-    for name, field in fields.items():
-        if field.aligned:
-            batch.arrays[name][bounds[-1] :] = field.fill
+    if size > bounds[-1]:
+        for name, field in fields.items():
+            if field.aligned:
+                batch.arrays[name][bounds[-1] :] = field.fill
     batch.arrays.update(shape)
     for prefix, ends in own.items():
         batch.arrays[f"{prefix}max_seqlen"] = int(np.diff(ends).max(initial=0))
