@@ -140,43 +140,49 @@ def _bits(value: float, dtype: np.dtype[Any]) -> int:
 
 
 def _write_in_c(jobs: Sequence[Job]) -> None:
-    # What C reads of the rows lies in one block, each array of it once: most columns share their places,
-    # and asking numpy for an address takes longer than copying the few numbers of a batch.
+    # What C reads of the rows lies in one block: asking numpy where an array lies takes longer than
+    # copying the few numbers of a batch. Most columns share their places, which go there once.
     block: list[Int64s] = []
-    begins: dict[int, int] = {}
     size = 0
 
     def begin(array: Int64s) -> int:
         nonlocal size
-        found = begins.get(id(array))
-        if found is None:
-            found = begins[id(array)] = size
-            block.append(array)
-            size += len(array)
-        return found
+        block.append(array)
+        size += len(array)
+        return size - len(array)
 
+    places: dict[int, tuple[int, int, int]] = {}
+    lefts: dict[int, tuple[int, int, int]] = {}
     lines: list[int] = []
     for (column, dtype, fill, null, split, positions, _), place, out, left in jobs:
-        at, count = begin(place.at), begin(place.span.count)
+        where = places.get(id(place))
+        if where is None:
+            span = place.span
+            where = places[id(place)] = begin(span.skip), begin(span.count), begin(place.at)
+        before = _NOTHING
+        if left is not None:
+            known = lefts.get(id(left.at))
+            before = known or (len(left.at), begin(left.at), begin(left.count))
+            lefts[id(left.at)] = before
+        own = column.dtype
         lines += (
-            _CODES[column.dtype or dtype],
+            _CODES[own or dtype],
             _CODES[dtype],
             ctypes.addressof(ctypes.c_char.from_buffer(out)) if out.size else 0,
             len(place.at),
-            -1 if column.dtype is None else begin(column.address),
-            begin(place.span.skip),
-            count,
-            at,
+            -1 if own is None else begin(column.address),
+            *where,
             place.width if left is None else 0,
             _bits(fill, dtype),
             _bits(null, dtype),
             positions,
             -1 if split is None else begin(split),
-            0 if left is None else len(left.at),
-            -1 if left is None else begin(left.at),
-            -1 if left is None else begin(left.count),
+            *before,
         )
     if lines:
-        numbers = np.concatenate(block)
-        table = array("q", lines)
+        numbers, table = np.concatenate(block), array("q", lines)
         _library()(table.buffer_info()[0], len(jobs), numbers.__array_interface__["data"][0])
+
+
+_NOTHING = (0, -1, -1)
+"""What is left of no batch before: no rows, and where they would begin."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from trajstore.errors import InputError, LengthMismatchError, ValidationError
 from trajstore.layouts.fields import Field, Options, dtypes_of
-from trajstore.layouts.ragged import Int64s, Ragged
+from trajstore.layouts.ragged import Int64s, Ragged, side_by_side
 
 TENSORS = (
     "input_ids",
@@ -105,6 +106,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def _columns(self) -> Mapping[str, Ragged]:
+        return side_by_side(self.columns)
+
     def take(self, rows: Int64s) -> Rows:
         """The rows at these positions, in this order."""
         return Rows(
@@ -113,7 +118,7 @@ class Rows:
             self.prompt_lengths[rows],
             self.rewards[rows],
             self.versions[rows],
-            {name: column.take(rows) for name, column in self.columns.items()},
+            {name: column.take(rows) for name, column in self._columns.items()},
             self.pads,
             self.keys[rows],
             None if self.groups is None else self.groups[rows],
@@ -256,13 +261,17 @@ class Lists:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def _columns(self) -> Mapping[str, Ragged]:
+        return side_by_side(self.columns)
+
     def take(self, rows: Int64s) -> Lists:
         """The rows at these positions, in this order."""
         return Lists(
             [self.ids[i] for i in rows.tolist()],
             self.lengths[rows],
             self.keys[rows],
-            {name: column.take(rows) for name, column in self.columns.items()},
+            {name: column.take(rows) for name, column in self._columns.items()},
             self.dtypes,
             self.pads,
             {name: values[rows] for name, values in self.scalar_columns.items()},
