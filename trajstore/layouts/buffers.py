@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,10 +74,10 @@ class Buffers:
         return out, left
 
     def _grown(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[NDArray[Any], _Buffer]:
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer.memory) < size:
             self._buffers.pop(name, None)  # given back before more is asked for
             grown = size if buffer is None else int(size * _SPARE)
             buffer = self._buffers[name] = _Buffer(self._allocate(max(grown, 1)))
-        return buffer.memory[:size].view(dtype).reshape(shape), buffer
+        return np.ndarray(shape, dtype, buffer.memory), buffer

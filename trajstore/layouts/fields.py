@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +65,7 @@ class Options:
                 raise InputError(f"{name} is {value}, expected at least 1")
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One output of a batch: where its values come from, its dtype, and what stands where there are none.
 
     Attributes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from trajstore.errors import InputError
 from trajstore.layouts.fields import Field
 from trajstore.layouts.place import Left, Place
+from trajstore.layouts.ragged import Int64s
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 """Where the build leaves the C form."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One output to write.
 
     Attributes:
@@ -70,7 +70,7 @@ def write(jobs: Sequence[Job]) -> None:
         return
     ready = []
     for job in jobs:
-        if _in_c(job):
+        if _in_c(job.field.column.dtype, job.field.dtype):
             ready.append(job)
         else:  # a dtype of the user's own that C has no name for, such as float16
             _write(job)
@@ -109,7 +109,8 @@ def _write(job: Job) -> None:
 # C
 
 
-_CODES = {"i1": 0, "u1": 1, "i2": 2, "u2": 3, "i4": 4, "u4": 5, "i8": 6, "u8": 7, "f4": 8, "f8": 9}
+_NAMES = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8")
+_CODES = {np.dtype(name): code for code, name in enumerate(_NAMES)}
 _TARGETS = (0, 4, 6, 8, 9)  # what C widens and narrows to; it copies any dtype as it is
 _FLOATS = (8, 9)
 
@@ -119,22 +120,18 @@ def _library() -> Any:
     if not LIBRARY.exists():
         return None
     library = ctypes.CDLL(str(LIBRARY))
-    library.trajstore_write.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.trajstore_write.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.trajstore_write.restype = None
     return library.trajstore_write
 
 
 @lru_cache(maxsize=256)
-def _code(dtype: np.dtype[Any]) -> int | None:
-    return _CODES.get(dtype.str[1:]) if dtype.isnative else None
-
-
-def _in_c(job: Job) -> bool:
-    target = _code(job.field.dtype)
-    source = target if job.field.column.dtype is None else _code(job.field.column.dtype)
-    if source is None or target is None:
+def _in_c(source: np.dtype[Any] | None, target: np.dtype[Any]) -> bool:
+    """Whether C knows the two dtypes, and the one as the other."""
+    given, asked = _CODES.get(source or target), _CODES.get(target)
+    if given is None or asked is None:
         return False
-    return source == target or (target in _TARGETS and not (source in _FLOATS and target not in _FLOATS))
+    return given == asked or (asked in _TARGETS and not (given in _FLOATS and asked not in _FLOATS))
 
 
 @lru_cache(maxsize=256)
@@ -143,40 +140,49 @@ def _bits(value: float, dtype: np.dtype[Any]) -> int:
 
 
 def _write_in_c(jobs: Sequence[Job]) -> None:
-    # By id, as most columns share their places; the arrays made here must outlive the call too.
-    known: dict[int, tuple[NDArray[Any], NDArray[Any], int]] = {}
+    # What C reads of the rows lies in one block: asking numpy where an array lies takes longer than
+    # copying the few numbers of a batch. Most columns share their places, which go there once.
+    block: list[Int64s] = []
+    size = 0
 
-    def pointer(array: NDArray[Any]) -> int:
-        found = known.get(id(array))
-        if found is None:
-            flat = np.ascontiguousarray(array)
-            found = known[id(array)] = (array, flat, flat.__array_interface__["data"][0])
-        return found[2]
+    def begin(array: Int64s) -> int:
+        nonlocal size
+        block.append(array)
+        size += len(array)
+        return size - len(array)
 
-    lines = []
-    for job in jobs:
-        field, place, column = job.field, job.place, job.field.column
-        own = column.dtype or field.dtype
-        left = job.left
-        lines.append(
-            (
-                _code(own),
-                _code(field.dtype),
-                pointer(job.out),
-                len(column),
-                pointer(column.address),
-                pointer(place.span.skip),
-                pointer(place.span.count),
-                pointer(place.at),
-                place.width if left is None else 0,
-                _bits(field.fill, field.dtype),
-                _bits(field.null, field.dtype),
-                int(field.positions),
-                0 if field.split is None else pointer(field.split),
-                0 if left is None else len(left.at),
-                0 if left is None else pointer(left.at),
-                0 if left is None else pointer(left.count),
-            )
+    places: dict[int, tuple[int, int, int]] = {}
+    lefts: dict[int, tuple[int, int, int]] = {}
+    lines: list[int] = []
+    for (column, dtype, fill, null, split, positions, _), place, out, left in jobs:
+        where = places.get(id(place))
+        if where is None:
+            span = place.span
+            where = places[id(place)] = begin(span.skip), begin(span.count), begin(place.at)
+        before = _NOTHING
+        if left is not None:
+            known = lefts.get(id(left.at))
+            before = known or (len(left.at), begin(left.at), begin(left.count))
+            lefts[id(left.at)] = before
+        own = column.dtype
+        lines += (
+            _CODES[own or dtype],
+            _CODES[dtype],
+            ctypes.addressof(ctypes.c_char.from_buffer(out)) if out.size else 0,
+            len(place.at),
+            -1 if own is None else begin(column.address),
+            *where,
+            place.width if left is None else 0,
+            _bits(fill, dtype),
+            _bits(null, dtype),
+            positions,
+            -1 if split is None else begin(split),
+            *before,
         )
-    table = np.array(lines, np.int64)
-    _library()(table.__array_interface__["data"][0], len(lines))
+    if lines:
+        numbers, table = np.concatenate(block), array("q", lines)
+        _library()(table.buffer_info()[0], len(jobs), numbers.__array_interface__["data"][0])
+
+
+_NOTHING = (0, -1, -1)
+"""What is left of no batch before: no rows, and where they would begin."""

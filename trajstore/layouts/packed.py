@@ -16,6 +16,8 @@ from trajstore.layouts.padded import DEFAULTS, fields_of, finished, whole
 from trajstore.layouts.place import kept, packed_place, rounded
 from trajstore.layouts.ragged import Int64s, Ragged
 
+_MOST = np.iinfo(np.int32).max
+
 
 def packed(rows: RowSource, options: Options = DEFAULTS, out: Buffers | None = None) -> BatchArrays:
     """One packed batch, as flash_attn_varlen and flex_attention take it.
@@ -44,12 +46,13 @@ def packed(rows: RowSource, options: Options = DEFAULTS, out: Buffers | None = N
     own[""] = np.append(bounds, size) if options.pad_to_multiple_of > 1 else bounds
     shape = {f"{prefix}cu_seqlens": _int32(ends) for prefix, ends in own.items()}
     batch = finished(rows, outputs, places, span, size, out)
-    for name, field in fields.items():
-        if field.aligned:
-            batch.arrays[name][bounds[-1] :] = field.fill
+    if size > bounds[-1]:
+        for name, field in fields.items():
+            if field.aligned:
+                batch.arrays[name][bounds[-1] :] = field.fill
     batch.arrays.update(shape)
     for prefix, ends in own.items():
-        batch.arrays[f"{prefix}max_seqlen"] = int(np.diff(ends).max(initial=0))
+        batch.arrays[f"{prefix}max_seqlen"] = int((ends[1:] - ends[:-1]).max(initial=0))
     if "loss_mask" in fields:
         batch.arrays["loss_mask"][bounds[:-1][span.count > 0]] = 0
     return batch
@@ -71,7 +74,7 @@ def _positions(rows: RowSource, options: Options) -> Field:
 
 
 def _int32(bounds: Int64s) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    if bounds[-1] > np.iinfo(np.int32).max:
+    if bounds[-1] > _MOST:
         raise InputError(
             f"a packed batch of {bounds[-1]} tokens is beyond cu_seqlens, which is int32",
             hint="make smaller batches, or bound them with max_tokens=",

@@ -109,8 +109,11 @@ def counted(
     rows: RowSource, arrays: dict[str, Any], columns: tuple[str, ...], span: Span, size: int
 ) -> BatchArrays:
     """A batch with what it counts."""
+    tokens = int(span.count.sum())
+    if span.count is rows.lengths:
+        return BatchArrays(arrays, columns, tokens, size, 0, 0)
     cut = rows.lengths - span.count
-    return BatchArrays(arrays, columns, int(span.count.sum()), size, int(cut.sum()), int((cut > 0).sum()))
+    return BatchArrays(arrays, columns, tokens, size, int(cut.sum()), int((cut > 0).sum()))
 
 
 def padding_ratio(lengths: Int64s) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ from trajstore.layouts.fields import Options, Side
 from trajstore.layouts.ragged import Int64s
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The part of each row that is taken: its values `skip` to `skip + count`, [B] int64 each."""
 
     skip: Int64s
@@ -46,8 +45,7 @@ class Place:
         return list(zip(self.at.tolist(), self.span.skip.tolist(), self.span.count.tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(NamedTuple):
     """What the batch before left in memory that otherwise holds padding: values at `at`, `count` of each row.
 
     `memory` is all of it: the next batch may be smaller.

@@ -5,7 +5,8 @@ Axis letter: N rows of a column.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,23 @@ from trajstore.errors import CorruptFileError, InputError, ValidationError
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
 class Ragged:
     """A list column as addresses: row i is `chunks[chunk[i]][start[i] : start[i] + length[i]]`.
+
+    Never changed once made. A column taken out of another one gathers each of its arrays when it is first
+    asked for: of the columns of a batch, C reads `address` and nothing else.
 
     Attributes:
         chunks: flat value arrays of one dtype, which Arrow or a mapped file owns and nobody writes to.
         chunk, start, length: [N] int64 each; a length of -1 is a null row.
     """
 
-    chunks: tuple[NDArray[Any], ...]
-    chunk: Int64s
-    start: Int64s
-    length: Int64s
-    _address: Int64s | None = field(default=None, repr=False, compare=False)
+    def __init__(
+        self, chunks: tuple[NDArray[Any], ...], chunk: Int64s, start: Int64s, length: Int64s
+    ) -> None:
+        self.chunks = chunks
+        self.chunk, self.start, self.length = chunk, start, length
+        self._taken: tuple[Ragged, Int64s] | None = None
 
     @staticmethod
     def from_arrow(column: pa.Array | pa.ChunkedArray, name: str | None = None) -> Ragged:
@@ -67,29 +71,54 @@ class Ragged:
             addresses.append(address)
             numbers.append(np.full(len(array), number, np.int64))
         empty = np.empty(0, np.int64)
-        return Ragged(
+        made = Ragged(
             tuple(chunks),
             np.concatenate([empty, *numbers]),
             np.concatenate([empty, *starts]),
             np.concatenate([empty, *lengths]),
-            np.concatenate([empty, *addresses]),
         )
+        made.address = np.concatenate([empty, *addresses])
+        return made
 
     @staticmethod
     def absent(count: int) -> Ragged:
         """A column in which every row is null."""
         zeros = np.zeros(count, np.int64)
-        return Ragged((), zeros, zeros, zeros - 1, zeros)
+        return Ragged((), zeros, zeros, zeros - 1)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Addresses stay behind: in another process the values lie elsewhere.
+        return Ragged, (self.chunks, self.chunk, self.start, self.length)
 
     def __len__(self) -> int:
-        return len(self.length)
+        return len(self.length if self._taken is None else self._taken[1])
+
+    @cached_property
+    def chunk(self) -> Int64s:
+        """[N] in which of the chunks each row is."""
+        return self._gathered("chunk")
+
+    @cached_property
+    def start(self) -> Int64s:
+        """[N] where in its chunk each row begins."""
+        return self._gathered("start")
+
+    @cached_property
+    def length(self) -> Int64s:
+        """[N] values of each row, -1 when it is null."""
+        return self._gathered("length")
+
+    def _gathered(self, name: str) -> Int64s:
+        assert self._taken is not None, "of any other column __init__ sets it"
+        whole, rows = self._taken
+        return getattr(whole, name)[rows]  # type: ignore[no-any-return]  # one of the four arrays
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
         """Of the values; None when every row is null because there are none."""
         return self.chunks[0].dtype if self.chunks else None
 
-    @property
+    @cached_property
     def address(self) -> Int64s:
         """[N] where the first value of each row lies in memory; 0 for a null row.
 
@@ -97,11 +126,8 @@ class Ragged:
             InputError: the chunks are not flat arrays of one dtype, or a row reaches beyond its chunk:
                 whatever reads at the addresses relies on this check.
         """
-        if self._address is None:
-            object.__setattr__(self, "_address", self._addresses())
-        return self._address  # type: ignore[return-value]  # set just above
-
-    def _addresses(self) -> Int64s:
+        if self._taken is not None:
+            return self._gathered("address")
         given = self.length >= 0
         if not given.any():
             return np.zeros(len(self), np.int64)
@@ -122,7 +148,9 @@ class Ragged:
 
     def take(self, rows: Int64s) -> Ragged:
         """The rows at these positions, in this order; no value is copied."""
-        return Ragged(self.chunks, self.chunk[rows], self.start[rows], self.length[rows], self.address[rows])
+        taken = Ragged.__new__(Ragged)
+        taken.chunks, taken._taken = self.chunks, (self, rows)
+        return taken
 
     def or_else(self, other: Ragged) -> Ragged:
         """The same rows, null ones replaced by those of another column of the same dtype."""
@@ -136,7 +164,6 @@ class Ragged:
             np.where(null, other.chunk + len(self.chunks), self.chunk),
             np.where(null, other.start, self.start),
             np.where(null, other.length, self.length),
-            np.where(null, other.address, self.address),
         )
 
     def row(self, i: int) -> NDArray[Any] | None:
@@ -146,6 +173,19 @@ class Ragged:
         start = self.start[i]
         values: NDArray[Any] = self.chunks[self.chunk[i]][start : start + self.length[i]]
         return values
+
+
+def side_by_side(columns: Mapping[str, Ragged]) -> Mapping[str, Ragged]:
+    """The same columns, all addresses of a row in one place, so that to take a row is one cache miss.
+
+    Raises:
+        InputError: see `Ragged.address`.
+    """
+    if columns:
+        together = np.stack([column.address for column in columns.values()], axis=1)
+        for number, column in enumerate(columns.values()):
+            column.address = together[:, number]
+    return columns
 
 
 def _flat_values(array: pa.Array) -> NDArray[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from trajstore.errors import InputError, LengthMismatchError, ValidationError
 from trajstore.layouts.fields import Field, Options, dtypes_of
-from trajstore.layouts.ragged import Int64s, Ragged
+from trajstore.layouts.ragged import Int64s, Ragged, side_by_side
 
 TENSORS = (
     "input_ids",
@@ -57,6 +58,9 @@ class Rows:
         pads: value on padding positions of the columns that are not the row's own, by name.
         keys: [N] int64 hashes of the ids; seeded orders come from them.
         groups: [N] int64, the same number for rows of one group, -1 for a row of none; None when not read.
+        suspects: columns in which some row is wrong: of another length than the trajectory, or without
+            loss_mask and split. A batch looks for the row in these alone; None looks in all, once for all
+            batches that are taken out of these rows.
     """
 
     ids: Sequence[str]
@@ -68,10 +72,20 @@ class Rows:
     pads: Mapping[str, float]
     keys: Int64s
     groups: Int64s | None = None
+    suspects: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.suspects is None:
+            suspects = {name for name, column in self.columns.items() if self._misfits(column).any()}
+            if self._underivable().any():
+                suspects.add("loss_mask")
+            object.__setattr__(self, "suspects", frozenset(suspects))
 
     @staticmethod
-    def from_arrow(table: pa.Table, pads: Mapping[str, float]) -> Rows:
-        """Rows of a table that holds the scalars a batch needs and any list columns."""
+    def from_arrow(
+        table: pa.Table, pads: Mapping[str, float], columns: Mapping[str, Ragged] | None = None
+    ) -> Rows:
+        """Rows of a table that holds the scalars a batch needs, and its list columns or those given."""
 
         def integers(name: str, unknown: int) -> Int64s:
             column = table.column(name).fill_null(unknown)
@@ -83,7 +97,7 @@ class Rows:
             prompt_lengths=integers("prompt_length", -1),
             rewards=table.column("reward").to_numpy(),
             versions=integers("version_id", UNKNOWN_VERSION),
-            columns=_list_columns(table),
+            columns=_list_columns(table) if columns is None else columns,
             pads=pads,
             keys=integers("id_hash", 0),
             groups=_groups(table.column("group_id")) if "group_id" in table.schema.names else None,
@@ -92,18 +106,23 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def _columns(self) -> Mapping[str, Ragged]:
+        return side_by_side(self.columns)
+
     def take(self, rows: Int64s) -> Rows:
         """The rows at these positions, in this order."""
         return Rows(
-            [self.ids[i] for i in rows],
+            [self.ids[i] for i in rows.tolist()],
             self.lengths[rows],
             self.prompt_lengths[rows],
             self.rewards[rows],
             self.versions[rows],
-            {name: column.take(rows) for name, column in self.columns.items()},
+            {name: column.take(rows) for name, column in self._columns.items()},
             self.pads,
             self.keys[rows],
             None if self.groups is None else self.groups[rows],
+            self.suspects,
         )
 
     def column(self, name: str) -> Ragged:
@@ -115,9 +134,8 @@ class Rows:
         found = self.columns.get(name)
         if found is None:
             return Ragged.absent(len(self))
-        wrong = (found.length != self.lengths) & (found.length >= 0)
-        if wrong.any():
-            i = int(wrong.argmax())
+        if name in self._suspected() and (misfits := self._misfits(found)).any():
+            i = int(misfits.argmax())
             raise LengthMismatchError(
                 f"it has {found.length[i]} values for {self.lengths[i]} tokens",
                 row=i,
@@ -125,6 +143,12 @@ class Rows:
                 column=name,
             )
         return found
+
+    def _suspected(self) -> frozenset[str]:
+        return self.suspects or frozenset()
+
+    def _misfits(self, column: Ragged) -> NDArray[np.bool_]:
+        return (column.length != self.lengths) & (column.length >= 0)
 
     def outputs(self, options: Options) -> dict[str, Field | NDArray[Any]]:
         """The fields and arrays of TENSORS and the extra columns.
@@ -183,8 +207,7 @@ class Rows:
 
     def _loss_mask(self) -> Ragged:
         column = self.column("loss_mask")
-        underivable = (column.length < 0) & (self.prompt_lengths < 0) & (self.lengths > 0)
-        if underivable.any():
+        if "loss_mask" in self._suspected() and (underivable := self._underivable()).any():
             i = int(underivable.argmax())
             raise ValidationError(
                 "neither loss_mask nor the split into prompt and response is known",
@@ -194,6 +217,11 @@ class Rows:
                 hint="store the row with loss_mask, or with prompt_length and response_length",
             )
         return column
+
+    def _underivable(self) -> NDArray[np.bool_]:
+        unknown: NDArray[np.bool_] = (self.prompt_lengths < 0) & (self.lengths > 0)
+        column = self.columns.get("loss_mask")
+        return unknown if column is None else unknown & (column.length < 0)
 
 
 @dataclass(frozen=True)
@@ -233,13 +261,17 @@ class Lists:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @cached_property
+    def _columns(self) -> Mapping[str, Ragged]:
+        return side_by_side(self.columns)
+
     def take(self, rows: Int64s) -> Lists:
         """The rows at these positions, in this order."""
         return Lists(
-            [self.ids[i] for i in rows],
+            [self.ids[i] for i in rows.tolist()],
             self.lengths[rows],
             self.keys[rows],
-            {name: column.take(rows) for name, column in self.columns.items()},
+            {name: column.take(rows) for name, column in self._columns.items()},
             self.dtypes,
             self.pads,
             {name: values[rows] for name, values in self.scalar_columns.items()},

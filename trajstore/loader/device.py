@@ -147,7 +147,7 @@ def _send_padded(rows: RowSource, plan: Outline, sending: _Sending) -> BatchArra
         given, (place, bounds) = fields[name], packed_place(spans[name])
         memory = staging[name] = sending.buffers.array(name, (int(bounds[-1]) + 1,), _wire(given))
         memory[-1] = given.fill  # what every position of padding takes
-        jobs.append(Job(replace(given, dtype=memory.dtype), place, memory[:-1]))
+        jobs.append(Job(given._replace(dtype=memory.dtype), place, memory[:-1]))
     write(jobs)
     sent = {
         name: sending.staged(memory).to(_torch_dtype(fields[name].dtype)) for name, memory in staging.items()

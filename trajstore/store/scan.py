@@ -250,7 +250,7 @@ class Scan:
         first[used] = np.cumsum([0, *(file.rows for file in kept)])[:-1]
         position = first[file_of] + chosen.of(chosen.frame.row)
         found = {f.name: Ragged.from_arrow(table.column(f.name), f.name).take(position) for f in lists}
-        return replace(Rows.from_arrow(self._scalar_table(chosen, scalars), pad_values(known)), columns=found)
+        return Rows.from_arrow(self._scalar_table(chosen, scalars), pad_values(known), found)
 
     def data_files(self) -> list[str]:
         """Paths of the files the snapshot is made of, for readers of one's own."""
