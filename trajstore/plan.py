@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trajstore.errors import InputError, ValidationError
+from trajstore.orders import by_key, in_order, ranges
 
 Int64s = NDArray[np.int64]
 Keys = NDArray[np.uint64]
@@ -167,7 +168,7 @@ class _Units:
 def _units(
     lengths: Int64s, recipe: Recipe, keys: Keys | None, groups: Int64s | None, prompt_lengths: Int64s | None
 ) -> _Units:
-    rows = np.arange(len(lengths)) if keys is None else np.argsort(keys, kind="stable")
+    rows = np.arange(len(lengths)) if keys is None else by_key(keys)
     first = np.arange(len(lengths))
     if recipe.whole_groups:
         if groups is None:
@@ -261,7 +262,7 @@ def _too_few(units: int, world: int) -> InputError:
 def _bucketed(units: _Units, order: Int64s, full: int, windows: int) -> Int64s:
     """Steps of like length: sorted in windows, then in the order of their keys."""
     window = np.arange(len(order)) // (full * windows)
-    order = order[np.lexsort((units.tokens[order], window))]
+    order = order[in_order(units.tokens[order], window)]
     if units.key is None:
         return order
     steps = order.reshape(-1, full)
@@ -312,7 +313,7 @@ def _by_budget(units: _Units, recipe: Recipe) -> Plan:
         window = order // held
         width = units.prompt + units.rest
         # Every second window runs downwards, so that a batch across two windows is of like length too.
-        order = np.lexsort((np.where(window % 2, -width, width), window))
+        order = in_order(np.where(window % 2, width.max() - width, width), window)
     bounds = _cut_padded(units, order, budget) if padded else _cut(weight[order], budget)
 
     batches = np.arange(len(bounds) - 1)
@@ -340,8 +341,8 @@ def _by_budget(units: _Units, recipe: Recipe) -> Plan:
         batches = steps[np.lexsort((key[steps].min(axis=1, initial=key.max()), of[steps[:, 0]]))].ravel()
     start = np.concatenate([start[batches], more[:, 0]])
     held_units = np.concatenate([held_units[batches], more[:, 1]])
-    chosen = order[_ranges(start, held_units)]
-    rows = units.rows[_ranges(units.first[chosen], units.size[chosen])]
+    chosen = order[ranges(start, held_units)]
+    rows = units.rows[ranges(units.first[chosen], units.size[chosen])]
     ends = np.concatenate([[0], np.cumsum(held_units)])
     sizes = np.concatenate([[0], np.cumsum(units.size[chosen])])
     return Plan(rows, sizes[ends].astype(np.int64), world, dropped, repeated)
@@ -379,15 +380,17 @@ def _cut(weight: Int64s, budget: int) -> Int64s:
 
 def _cut_padded(units: _Units, order: Int64s, budget: int) -> Int64s:
     """Bounds of runs whose padded size is at most the budget, each as long as can be."""
-    bounds, held, prompt, rest = [0], 0, 0, 0
+    bounds, held, prompt, rest, most = [0], 0, 0, 0, budget
     each = zip(*(values[order].tolist() for values in (units.size, units.prompt, units.rest)), strict=True)
     for u, (size, p, r) in enumerate(each):
         held += size
-        prompt = p if p > prompt else prompt
-        rest = r if r > rest else rest
-        if held * (prompt + rest) > budget:
+        if p > prompt or r > rest:
+            prompt, rest = max(p, prompt), max(r, rest)
+            most = budget // (prompt + rest)
+        if held > most:
             bounds.append(u)
             held, prompt, rest = size, p, r
+            most = budget // (p + r or 1)
     return np.array([*bounds, len(order)], np.int64)
 
 
@@ -411,9 +414,3 @@ def _smaller_batches(
         for part in np.array_split(np.arange(held[k]), n)
     ]
     return batches[: len(batches) - take], np.array(more, np.int64)
-
-
-def _ranges(start: Int64s, count: Int64s) -> Int64s:
-    """start[i], start[i] + 1, … count[i] of them, for every i."""
-    before = np.cumsum(count) - count
-    return np.repeat(start - before, count) + np.arange(count.sum())

@@ -55,7 +55,7 @@ def by_numpy(layout: str, rows: Any, options: Options) -> dict[str, Any]:
         return bits(LAYOUTS[layout](rows, options).arrays)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(any_lists(), st.sampled_from(["left", "right"]), st.none() | st.integers(1, 40))
 def test_any_lists_are_written_alike(lists: Lists, side: Any, most: int | None) -> None:
     options = Options(padding_side=side, max_length=most, truncation_side=side)
@@ -88,9 +88,9 @@ def test_any_lists_are_what_a_loop_would_write(lists: Lists) -> None:
                 assert flat[f"{name}_max_seqlen"] == width
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
-    st.lists(st.tuples(batch_rows, st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2)), max_size=6),
+    st.lists(st.tuples(batch_rows, st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2)), max_size=4),
     st.booleans(),
 )
 def test_used_memory_shows_nothing_of_the_batch_before(

@@ -21,7 +21,7 @@ from trajstore import InputError
 from trajstore.layouts import Options, nested, packed, padded, to_nested, to_torch
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch_rows, st.integers(0, 5), any_options)
 def test_a_packed_batch_is_what_the_design_says(rows: list[Row], cut: int, options: Options) -> None:
     batch = packed(rows_of(*rows, cut=cut), options)

@@ -30,7 +30,7 @@ from trajstore import InputError, LengthMismatchError, ValidationError
 from trajstore.layouts import ON_REQUEST, TENSORS, Options, Rows, padded, padding_ratio, to_torch
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch_rows, st.integers(0, 5), any_options)
 def test_a_padded_batch_is_what_the_design_says(rows: list[Row], cut: int, options: Options) -> None:
     batch = padded(rows_of(*rows, cut=cut), options)
@@ -171,6 +171,15 @@ def test_a_column_of_another_length_is_named_and_never_read() -> None:
         LengthMismatchError, match=r"\(id 'r'\), column 'returns': it has 2 values for 3 tokens"
     ):
         batch(row(returns=[1.0, 2.0]))
+
+
+def test_a_batch_without_the_wrong_row_is_made_and_one_with_it_is_not() -> None:
+    wrong = {"returns": row(returns=[1.0, 2.0]), "loss_mask": row(prompt_length=None)}
+    for name, bad in wrong.items():
+        rows = rows_of(row(), bad, row())
+        assert padded(rows.take(np.array([2, 0]))).arrays["input_ids"].shape == (2, 3)
+        with pytest.raises(ValidationError, match=f"trajectory 1 .*column '{name}'"):
+            padded(rows.take(np.array([2, 1])))
 
 
 def test_pad_id_zero_is_an_id_like_any_other() -> None:

@@ -22,7 +22,7 @@ from trajstore import ValidationError
 from trajstore.layouts import Options, prompt_response
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch_rows, st.integers(0, 5), any_options)
 def test_a_batch_is_what_the_design_says(rows: list[Row], cut: int, options: Options) -> None:
     batch = prompt_response(rows_of(*rows, cut=cut), options)

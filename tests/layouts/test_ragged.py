@@ -1,6 +1,7 @@
 """A list column as addresses: slices, chunks, nulls, and what is refused."""
 
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from trajstore import InputError, ValidationError
 from trajstore.layouts import Ragged
+from trajstore.layouts.ragged import side_by_side
 from trajstore.schema import list_of
 
 
@@ -111,6 +113,23 @@ def test_addresses_are_those_of_the_values() -> None:
     assert ragged.address.tolist() == [firsts[1], firsts[0] + 8, 0, firsts[0]]
     absent = Ragged.absent(2)
     assert (absent.address.tolist(), absent.dtype, len(absent.take(np.array([0])))) == ([0, 0], None, 1)
+
+
+def test_addresses_do_not_travel_to_another_process() -> None:
+    ragged = Ragged.from_arrow(pa.array([[1, 2], None, [3]], list_of(pa.int32()))).take(np.array([2, 1]))
+    other = pickle.loads(pickle.dumps(ragged))
+    assert lists(other) == [[3], None]
+    assert other.address.tolist() == [other.chunks[0].ctypes.data + 2 * 4, 0]
+    assert other.address[0] != ragged.address[0]
+
+
+def test_addresses_lie_side_by_side_and_are_the_same() -> None:
+    columns = {name: Ragged.from_arrow(pa.array([[1], None, [2, 3]], list_of(pa.int8()))) for name in "ab"}
+    before = {name: column.address.tolist() for name, column in columns.items()}
+    after = side_by_side(columns)
+    assert {name: column.address.tolist() for name, column in after.items()} == before
+    assert np.shares_memory(after["a"].address.base, after["b"].address)
+    assert side_by_side({}) == {}
 
 
 def test_null_rows_give_way_to_another_column() -> None:

@@ -168,7 +168,7 @@ def _write_in_c(jobs: Sequence[Job]) -> None:
         lines += (
             _CODES[own or dtype],
             _CODES[dtype],
-            ctypes.addressof(ctypes.c_char.from_buffer(out)) if out.size else 0,
+            ctypes.addressof(ctypes.c_char.from_buffer(out.data)) if out.size else 0,
             len(place.at),
             -1 if own is None else begin(column.address),
             *where,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from trajstore.layouts.fields import Options, Side
 from trajstore.layouts.ragged import Int64s
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """The part of each row that is taken: its values `skip` to `skip + count`, [B] int64 each."""
 
     skip: Int64s
@@ -45,7 +46,8 @@ class Place:
         return list(zip(self.at.tolist(), self.span.skip.tolist(), self.span.count.tolist(), strict=True))
 
 
-class Left(NamedTuple):
+@dataclass(frozen=True)
+class Left:
     """What the batch before left in memory that otherwise holds padding: values at `at`, `count` of each row.
 
     `memory` is all of it: the next batch may be smaller.

@@ -148,7 +148,8 @@ class Rows:
         return self.suspects or frozenset()
 
     def _misfits(self, column: Ragged) -> NDArray[np.bool_]:
-        return (column.length != self.lengths) & (column.length >= 0)
+        wrong: NDArray[np.bool_] = (column.length != self.lengths) & (column.length >= 0)
+        return wrong
 
     def outputs(self, options: Options) -> dict[str, Field | NDArray[Any]]:
         """The fields and arrays of TENSORS and the extra columns.
