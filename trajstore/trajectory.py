@@ -178,7 +178,10 @@ class Trajectory:
                 id=id,
                 hint="put extra values under 'metadata'; the fields are those of trajstore.Trajectory",
             )
-        return target(**{name: _parse(name, value, id) for name, value in data.items()})
+        plain = dict(data)
+        for name in _PARSED.intersection(plain):
+            plain[name] = _parse(name, plain[name], id)
+        return target(**plain)
 
 
 @dataclass
@@ -379,6 +382,9 @@ def _plain(name: str, value: Any) -> Any:
             return value.tolist()
         case _:
             return value
+
+
+_PARSED = frozenset({"version", "version_segments", "status", "version_span"})
 
 
 def _parse(name: str, value: Any, id: str) -> Any:

@@ -173,6 +173,7 @@ def test_truncated(tmp_path: Path, content: bytes, message: str) -> None:
     [
         (b'\n\n[{"a": 1},\n{]', "file.jsonl:4: not JSON: Expecting property name"),
         (b"[1] [2]", "file.jsonl:1: not JSON: Extra data (column 5)"),
+        (b'{"a": 1}\n{"a": 1\n', "file.jsonl:2: not JSON: Expecting ',' delimiter (column 8)"),
         (b'[1]\n{"a": 1}\n', "file.jsonl:2: not JSON: Extra data (column 1)"),
         (b"[1,]", "file.jsonl:1: not JSON: Expecting value (column 4)"),
         (b"[1 2]", "file.jsonl:1: not JSON: Expecting ',' delimiter (column 4)"),

@@ -102,12 +102,15 @@ def import_files(
     verb = "made" if done.created else "appended to"
     rate = f", {done.tokens:,} tokens, {done.tokens / seconds:,.0f} tokens/s" if done.tokens else ""
     many = f"{len(done.files):,} files, " if len(done.files) > 1 else ""
-    out.print(
-        f"{verb} {store}: {many}{commit.rows:,} rows{rate}, {show.size(commit.bytes)}, "
-        f"snapshot {commit.snapshot}",
-        markup=False,
-    )
-    if not done.tokens and done.files:
+    if done.refused and not commit.rows and not already:
+        out.print("nothing was imported: every record was refused")
+    else:
+        out.print(
+            f"{verb} {store}: {many}{commit.rows:,} rows{rate}, {show.size(commit.bytes)}, "
+            f"snapshot {commit.snapshot}",
+            markup=False,
+        )
+    if not done.tokens and commit.rows:
         out.print("no tokens: the file holds text only; give --tokenizer FILE to make token ids")
     for name, rows in commit.not_finite.items():
         out.print(f"{name}: {rows:,} rows hold NaN or an infinity", markup=False)

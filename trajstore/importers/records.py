@@ -202,7 +202,7 @@ def _records(path: Path, file: BinaryIO, options: ImportOptions) -> Iterator[Rec
         try:
             data = _fast(raw)
             if data is _SLOW:
-                text = _text(path, number, raw)
+                text = _text(path, number, raw.rstrip())
                 data = _decode(path, text, number, where, last=not raw.endswith(b"\n"))
         except ImportFormatError as error:
             options.fault(where, error, raw.decode(errors="replace"))
