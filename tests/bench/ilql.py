@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trajstore import layouts
+from trajstore.loader import TrajectoryLoader
 from trajstore.offline import ILQLDataset, ilql_dataset
 from trajstore.schema import list_of
 
@@ -146,25 +147,34 @@ def main(count: int) -> None:
 
 
 def collate(console: Console, data: ILQLDataset) -> None:
-    """Batches of the set against a memcpy of what they hold."""
-    order = np.random.default_rng(1).permutation(len(data))
-    plan = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
-    lists = data.rows()
-    least = [x for rows in plan[:1] for x in layouts.padded(lists.take(rows)).arrays.values()]
-    ours, copied, size = [], [], 0
+    """The set's own batches, the loader's of the same rows in the same order, and a memcpy of both' bytes."""
+    torch.set_num_threads(1)
+
+    def loader(**options: Any) -> TrajectoryLoader:
+        return TrajectoryLoader(data, batch_size=BATCH, prefetch=0, **options)
+
+    def empty(batches: Iterable[Any]) -> None:
+        for _ in batches:
+            pass
+
+    held = list(data.batches(BATCH, shuffle=False))
+    arrays = [t.numpy() for batch in held for t in vars(batch).values() if t is not None]
+    size = sum(x.nbytes for x in arrays)
+    ways: dict[str, Callable[[], Any]] = {
+        "data.batches": lambda: empty(data.batches(BATCH, shuffle=False)),
+        "TrajectoryLoader(data)": lambda: empty(loader()),
+        "TrajectoryLoader(data, reuse_buffers=True)": lambda: empty(loader(reuse_buffers=True)),
+        "memcpy into fresh memory": lambda: empty(x.copy() for x in arrays),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
-        took, batches = cpu(lambda: [data.batch(rows) for rows in plan])
-        ours.append(took)
-        arrays = [t.numpy() for batch in batches for t in vars(batch).values() if t is not None]
-        size = sum(x.nbytes for x in arrays)
-        took, _ = cpu(lambda arrays=arrays: [x.copy() for x in arrays])
-        copied.append(took)
-    assert least
-    shown = Table("", "CPU s", "GB/s", title=f"{len(plan)} batches of {BATCH} ({layouts.kernel()} kernel)")
-    for name, values in (("batches", ours), ("memcpy of them", copied)):
-        shown.add_row(
-            name, f"{statistics.median(values):.3f}", f"{size / statistics.median(values) / 1e9:.2f}"
-        )
+        for name, way in ways.items():
+            seconds[name].append(cpu(way)[0])
+    title = f"{len(held)} batches of {BATCH}, {size / 1e6:.0f} MB ({layouts.kernel()} kernel)"
+    shown = Table("", "CPU s", "GB/s", title=title)
+    for name, values in seconds.items():
+        took = statistics.median(values)
+        shown.add_row(name, f"{took:.3f}", f"{size / took / 1e9:.2f}")
     console.print(shown)
 
 

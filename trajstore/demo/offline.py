@@ -19,7 +19,7 @@ from trajstore.offline.ilql_loss import ILQLConfig, ilql_loss
 from trajstore.offline.ilql_model import CausalILQLModel
 from trajstore.store import Scan
 
-BATCH_ROWS = 32
+BATCH_ROWS = 64
 BUCKET_WINDOW = 8
 CONFIG = ILQLConfig(tau=0.8, gamma=0.99, alpha=0.1)
 EDGE = 0.1

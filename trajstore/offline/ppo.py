@@ -325,13 +325,13 @@ def recompute(
         at = np.flatnonzero(mask)
         rows = np.searchsorted(at, offsets)
         rewards = _rewards(batch, offsets, mask, np.diff(rows) > 0)[at]
-        penalty = []
+        penalty: list[NDArray[Any]] = []
         if reference is not None:
             penalty = [_penalty(batch, _log_probs(batch, offsets, seen, log_probs), seen, options)[at]]
             rewards = rewards + penalty[0]
-        made = gae(rewards, values[at], rows, bootstrap, gamma=gamma, lam=lam)
+        made = [*gae(rewards, values[at], rows, bootstrap, gamma=gamma, lam=lam), *penalty]
         columns = {"id": batch.column("id")}
-        for name, x in zip(names, (*made, *penalty), strict=True):
+        for name, x in zip(names, made, strict=True):
             whole = np.zeros(len(tokens), np.float32)
             whole[at] = x
             columns[name] = flat.lists(whole, np.diff(offsets))
