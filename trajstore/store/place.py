@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from trajstore.errors import InputError
+from trajstore.errors import InputError, StorageError
 
 LOG = "_delta_log"
 _COPIED = 8 << 20
@@ -115,7 +115,16 @@ class Place:
     def entries(self, below: str = "") -> list[Entry]:
         """All files below a name, at any depth."""
         base = self.path(below) if below else self.root
-        found = self.filesystem.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=True))
+        everything = pafs.FileSelector(base, allow_not_found=True, recursive=True)
+        try:
+            found = self.filesystem.get_file_info(everything)
+        except OSError as error:
+            hint = (
+                "check the endpoint, the credentials and the rights: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ..."
+            )
+            raise StorageError(
+                f"{self} cannot be listed: {error}", hint=hint if self.folder is None else None
+            ) from error
         cut = len(self.root) + 1
         return [
             Entry(info.path[cut:], info.size, (info.mtime_ns or 0) / 1e9)
