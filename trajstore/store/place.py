@@ -18,6 +18,9 @@ import pyarrow.fs as pafs
 from trajstore.errors import InputError, StorageError
 
 LOG = "_delta_log"
+ANSWER_SECONDS = 60.0
+"""How long a bucket may be silent; the client's own 3 s are too few for a server under load."""
+
 _COPIED = 8 << 20
 
 
@@ -220,4 +223,6 @@ def _s3(options: Mapping[str, str]) -> pafs.S3FileSystem:
         region=options.get("AWS_REGION") or options.get("AWS_DEFAULT_REGION"),
         endpoint_override=host or None,
         scheme=scheme or None,
+        connect_timeout=ANSWER_SECONDS,
+        request_timeout=ANSWER_SECONDS,
     )
