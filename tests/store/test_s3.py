@@ -10,6 +10,7 @@ import pytest
 from trajstore import (
     InputError,
     LengthMismatchError,
+    StorageError,
     StoreExistsError,
     StoreNotFoundError,
     Trajectory,
@@ -96,6 +97,12 @@ def test_what_is_not_there_and_what_is(uri: str, s3_options: dict[str, str]) -> 
         TrajectoryStore.create(uri, storage_options=s3_options)
     with pytest.raises(InputError, match="scheme 'gs'"):
         TrajectoryStore.open("gs://bucket/x")
+
+
+def test_a_server_that_is_not_there_is_said(uri: str, s3_options: dict[str, str]) -> None:
+    nowhere = s3_options | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    with pytest.raises(StorageError, match="cannot be listed"):
+        TrajectoryStore.open(uri, storage_options=nowhere)
 
 
 def test_import_by_environment_makes_a_store_or_leaves_nothing(

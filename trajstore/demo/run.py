@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,9 +110,13 @@ def train(store: TrajectoryStore, weights: Path, *, seed: int, report: Report) -
 
 
 def _see_newest(store: TrajectoryStore, version: PolicyVersion, check: Callable[[], None]) -> None:
-    """Lets the workers write some rows under the last version, which nothing is trained on."""
+    """Lets each worker write some rows under the last version, which nothing is trained on."""
     deadline = time.monotonic() + STOP_SECONDS
-    while store.scan(f"version_id = {version.version_id} and status = 'completed'").count() < ROWS_OF_NEWEST:
+    newest = f"version_id = {version.version_id} and status = 'completed'"
+    while True:
+        rows = Counter(store.scan(newest, columns=["writer_id"]).to_arrow()["writer_id"].to_pylist())
+        if len(rows) == WORKERS and min(rows.values()) >= ROWS_OF_NEWEST // WORKERS:
+            return
         check()
         if time.monotonic() > deadline:
             raise TrajstoreError("the workers did not take the newest weights")

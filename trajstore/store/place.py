@@ -15,9 +15,12 @@ from urllib.parse import urlparse
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from trajstore.errors import InputError
+from trajstore.errors import InputError, StorageError
 
 LOG = "_delta_log"
+ANSWER_SECONDS = 60.0
+"""How long a bucket may be silent; the client's own 3 s are too few for a server under load."""
+
 _COPIED = 8 << 20
 
 
@@ -115,7 +118,16 @@ class Place:
     def entries(self, below: str = "") -> list[Entry]:
         """All files below a name, at any depth."""
         base = self.path(below) if below else self.root
-        found = self.filesystem.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=True))
+        everything = pafs.FileSelector(base, allow_not_found=True, recursive=True)
+        try:
+            found = self.filesystem.get_file_info(everything)
+        except OSError as error:
+            hint = (
+                "check the endpoint, the credentials and the rights: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ..."
+            )
+            raise StorageError(
+                f"{self} cannot be listed: {error}", hint=hint if self.folder is None else None
+            ) from error
         cut = len(self.root) + 1
         return [
             Entry(info.path[cut:], info.size, (info.mtime_ns or 0) / 1e9)
@@ -211,4 +223,6 @@ def _s3(options: Mapping[str, str]) -> pafs.S3FileSystem:
         region=options.get("AWS_REGION") or options.get("AWS_DEFAULT_REGION"),
         endpoint_override=host or None,
         scheme=scheme or None,
+        connect_timeout=ANSWER_SECONDS,
+        request_timeout=ANSWER_SECONDS,
     )
