@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from typing import Any, NoReturn, Self
 
@@ -343,13 +344,9 @@ class PartialTrajectory(Trajectory):
 _UNFINISHED = (TrajectoryStatus.ABORTED, TrajectoryStatus.GENERATING)
 _MASKS = ("attention_mask", "loss_mask", "action_mask")
 _DERIVED = ("log_probs", "token_rewards", "values", "advantages", "returns")
-_KNOWN: dict[type, frozenset[str]] = {}  # field names of each class
-
-
+@cache
 def _names(kind: type[Trajectory]) -> frozenset[str]:
-    if kind not in _KNOWN:
-        _KNOWN[kind] = frozenset(f.name for f in fields(kind))
-    return _KNOWN[kind]
+    return frozenset(f.name for f in fields(kind))
 
 
 _PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}
