@@ -172,7 +172,7 @@ class Trajectory:
         if not issubclass(cls, PartialTrajectory) and not _PARTIAL_ONLY.isdisjoint(data):
             target = PartialTrajectory  # type: ignore[assignment]  # a subclass of every cls that gets here
         id = str(data.get("id") or "")
-        unknown = sorted(set(data) - _names(target))
+        unknown = sorted(set(data) - _names(target))  # type: ignore[arg-type]  # mypy asks its instances for a hash
         if unknown:
             raise ValidationError(
                 f"unknown field {unknown[0]!r}",
@@ -344,6 +344,8 @@ class PartialTrajectory(Trajectory):
 _UNFINISHED = (TrajectoryStatus.ABORTED, TrajectoryStatus.GENERATING)
 _MASKS = ("attention_mask", "loss_mask", "action_mask")
 _DERIVED = ("log_probs", "token_rewards", "values", "advantages", "returns")
+
+
 @cache
 def _names(kind: type[Trajectory]) -> frozenset[str]:
     return frozenset(f.name for f in fields(kind))
