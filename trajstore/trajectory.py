@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cache
 from itertools import pairwise
 from typing import Any, NoReturn, Self
 
@@ -172,7 +171,8 @@ class Trajectory:
         if not issubclass(cls, PartialTrajectory) and not _PARTIAL_ONLY.isdisjoint(data):
             target = PartialTrajectory  # type: ignore[assignment]  # a subclass of every cls that gets here
         id = str(data.get("id") or "")
-        unknown = sorted(set(data) - _names(target))  # type: ignore[arg-type]  # mypy asks its instances for a hash
+        known = _NAMES.get(target) or {f.name for f in fields(target)}
+        unknown = sorted(set(data) - known)
         if unknown:
             raise ValidationError(
                 f"unknown field {unknown[0]!r}",
@@ -346,12 +346,8 @@ _MASKS = ("attention_mask", "loss_mask", "action_mask")
 _DERIVED = ("log_probs", "token_rewards", "values", "advantages", "returns")
 
 
-@cache
-def _names(kind: type[Trajectory]) -> frozenset[str]:
-    return frozenset(f.name for f in fields(kind))
-
-
-_PARTIAL_ONLY = {f.name for f in fields(PartialTrajectory)} - {f.name for f in fields(Trajectory)}
+_NAMES = {kind: {f.name for f in fields(kind)} for kind in (Trajectory, PartialTrajectory)}
+_PARTIAL_ONLY = _NAMES[PartialTrajectory] - _NAMES[Trajectory]
 
 
 def version_number(version: PolicyVersion | int) -> int:
