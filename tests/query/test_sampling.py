@@ -73,7 +73,6 @@ def drawn(store: TrajectoryStore, n: int, **options: Any) -> list[str]:
         {"n": 5, "whole_groups": True, "by": "source", "weights": "freshness"},
         {"n": 500, "whole_groups": True},
     ],
-    ids=str,
 )
 def test_a_sample_depends_on_rows_and_seed_alone(
     store: TrajectoryStore, moved: TrajectoryStore, options: dict[str, Any]
