@@ -51,7 +51,7 @@ def give_what_is_declared(env: Path) -> None:
 def wheel_of(out: Path, **environment: str) -> Path:
     """Built from a copy: a build writes the kernel beside its source, where other tests look for it."""
     source = out / "source"
-    ignore = shutil.ignore_patterns(".*", "__pycache__", "_kernel.so")
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "_kernel*.so")
     shutil.copytree(ROOT / "trajstore", source / "trajstore", ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)

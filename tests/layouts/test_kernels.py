@@ -1,5 +1,6 @@
 """Any fields and dtypes: the kernel in use against the numpy reference, bit for bit; memory used again."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.layouts.reference import EXTRA, Row, batch_rows, row, rows_of
 from trajstore import InputError, layouts
-from trajstore.layouts import LAYOUTS, Buffers, Lists, Options, Ragged, kernels, packed, padded
+from trajstore.layouts import LAYOUTS, Buffers, Lists, Options, Ragged, build_kernel, kernels, packed, padded
 
 NUMBERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"]
 TARGETS = ["i1", "i2", "i4", "i8", "u1", "f2", "f4", "f8", ">i4"]
@@ -148,3 +149,16 @@ def test_the_c_form_is_what_writes_when_chosen(form: str, monkeypatch: pytest.Mo
     else:
         with pytest.raises(AssertionError, match="numpy wrote"):
             padded(rows_of(row()))
+
+
+def test_the_library_of_another_source_is_never_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernels.LIBRARY == build_kernel.LIBRARY
+    source = tmp_path / "_kernel.c"
+    source.write_text(build_kernel.SOURCE.read_text() + "\n/* newer */\n")
+    (tmp_path / "_kernel.so").write_text("of an older source")
+    assert build_kernel.named_after(source) != build_kernel.named_after(build_kernel.SOURCE)
+    monkeypatch.setenv("CC", "/bin/false")
+    assert "exited with 1" in str(build_kernel.compile_kernel(source, tmp_path / "_kernel-1.so"))
+    assert [p.name for p in tmp_path.iterdir()] == ["_kernel.c"]

@@ -218,7 +218,6 @@ def sample_ids(store: TrajectoryStore, n: int = 12, **options: Any) -> list[str]
         {"n": 3},
         {"n": 400},
     ],
-    ids=str,
 )
 def test_a_sample_does_not_depend_on_files_and_their_order(
     store: TrajectoryStore, moved: TrajectoryStore, options: dict[str, Any]
@@ -259,7 +258,6 @@ def test_a_sample_of_a_narrowed_scan_and_a_narrowed_sample(store: TrajectoryStor
         ({"by": pl.all()}, "stands for several columns"),
         ({"at": None}, "a version gap needs the current policy version"),
     ],
-    ids=str,
 )
 def test_a_bad_request_is_refused_when_it_is_made(
     store: TrajectoryStore, options: dict[str, Any], message: str

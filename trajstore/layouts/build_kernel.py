@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -16,16 +17,23 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+
+def named_after(source: Path) -> str:
+    """Name of the library of a source, so that kernels.py never calls that of another one."""
+    return f"_kernel-{hashlib.blake2b(source.read_bytes(), digest_size=4).hexdigest()}.so"
+
+
 SOURCE = Path(__file__).with_name("_kernel.c")
-LIBRARY = Path(__file__).with_name("_kernel.so")
+LIBRARY = SOURCE.with_name(named_after(SOURCE))
 
 
 def compile_kernel(source: Path, library: Path) -> str | None:
     """Builds the library with $CC (default: cc); None when it is there, else why it is not.
 
-    A library that was there before does not outlive a failed build: it may be of an older source.
+    Libraries that were there before, of whatever source, do not outlive a build, a failed one neither.
     """
-    library.unlink(missing_ok=True)
+    for old in library.parent.glob("_kernel*.so"):
+        old.unlink(missing_ok=True)
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".kernel-") as folder:
         made = Path(folder) / library.name

@@ -7,6 +7,7 @@ gives the same bits, 1.5 to 3 times as fast, and lets go of the GIL. `TRAJSTORE_
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 from array import array
@@ -23,8 +24,9 @@ from trajstore.layouts.fields import Field
 from trajstore.layouts.place import Left, Place
 from trajstore.layouts.ragged import Int64s
 
-LIBRARY = Path(__file__).with_name("_kernel.so")
-"""Where the build leaves the C form."""
+SOURCE = Path(__file__).with_name("_kernel.c")
+LIBRARY = SOURCE.with_name(f"_kernel-{hashlib.blake2b(SOURCE.read_bytes(), digest_size=4).hexdigest()}.so")
+"""Where the build leaves the C form of this source; that of an older one would read other jobs."""
 
 
 class Job(NamedTuple):
