@@ -12,7 +12,7 @@ demo: $(READY)
 	@echo "(trajstore is $(BIN)/trajstore here; 'source $(BIN)/activate' puts it on your path)"
 
 test: $(READY) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # The long form: many more processes, kills and commits, on disk and on S3, and a wheel installed from an index.
 soak: $(READY)
@@ -26,10 +26,8 @@ lint: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[bench]'
-	$(BIN)/python tests/bench/codec.py
-	$(BIN)/python tests/bench/table.py
-	$(BIN)/python tests/bench/table_size.py
-	$(BIN)/python tests/bench/layouts.py
+	@for bench in codec table table_size layouts loader query buffer ilql importers replay; do \
+	    $(BIN)/python tests/bench/$$bench.py || exit 1; done
 
 schemas: $(READY)
 	$(BIN)/python -c 'import pathlib, trajstore.schema; trajstore.schema.write(pathlib.Path("schemas"))'
