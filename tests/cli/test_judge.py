@@ -129,9 +129,9 @@ def test_report_says_what_is_missing(store: Path, tmp_path: Path, monkeypatch: p
     import sys
 
     monkeypatch.setitem(sys.modules, "altair", None)
-    for name in [n for n in sys.modules if n in ("trajstore.report.charts", "trajstore.report.sections")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("trajstore.report.sections", raising=False)
+    for name in ("bundle", "charts", "sections"):
+        monkeypatch.delitem(sys.modules, f"trajstore.report.{name}", raising=False)
+        monkeypatch.delattr(f"trajstore.report.{name}", raising=False)
     done = run("report", store, "-o", tmp_path / "x.html")
     assert done.exit_code == 1
     assert "a report needs altair" in str(done.exception)

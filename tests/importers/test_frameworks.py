@@ -174,7 +174,7 @@ def test_what_comes_later_is_named(name: str, format: str) -> None:
 
 def test_every_format_has_a_fixture_here() -> None:
     elsewhere = {"areal-batch", "agent-steps", "preference", "sharegpt", "completion", "messages"}
-    seen = {case[1] for case in CASES} | elsewhere | {"trajstore-jsonl"}
+    seen = {case[1] for case in CASES} | elsewhere | {"trajstore-jsonl", "trajstore-parquet"}
     assert seen == set(FORMATS)
     assert {f.name for f in later.FORMATS} - {"nemo-rl-transfer-queue"} == set(LATER.values())
 
