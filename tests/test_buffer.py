@@ -366,6 +366,19 @@ def test_partials_wait_until_their_continuation_comes() -> None:
     assert len(buffer) == 1
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_partial_and_its_continuation_may_come_together(together: bool) -> None:
+    first, second, replaced = partial(0), partial(1), partial(2)
+    again = first.continue_with([9], [-1.0], 1, status=TrajectoryStatus.ABORTED)
+    rows = [first, second, replaced, again, second.continue_with([8], [-1.0], 1), row(2)]
+    buffer = TrajectoryBuffer()
+    for batch in [rows] if together else [[one] for one in rows]:
+        buffer.add_batch(batch)
+    assert [t.id for t in buffer.get_partials_for_prompts(max_continuations=9)] == [again.id]
+    assert buffer.get_stats()["partial_size"] == 1
+    assert len(buffer) == 2
+
+
 def test_the_engines_cache_reference_may_be_anything() -> None:
     cache = object()
     buffer = TrajectoryBuffer()

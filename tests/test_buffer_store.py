@@ -205,6 +205,17 @@ def test_extra_columns_of_a_store(tmp_path: Path) -> None:
         np.testing.assert_array_equal(out, [[np.nan] * 3, [0.5] * 3])
 
 
+def test_what_was_committed_after_the_last_record_waits_once(store: TrajectoryStore) -> None:
+    """A process killed between commit and record leaves both halves of a continuation in one batch."""
+    first, second = partial(0), partial(1)
+    again_cut = first.continue_with([9], [-1.0], 1, status=ABORTED)
+    store.append([first, second, again_cut, second.continue_with([8], [-1.0], 1)])
+    opened = again(store)
+    assert [t.id for t in opened.get_partials_for_prompts(max_continuations=9)] == ids(store.partials())
+    assert ids(store.partials()) == [again_cut.id]
+    opened.close()
+
+
 def test_killed_in_the_middle(store: TrajectoryStore, tmp_path: Path) -> None:
     """kill -9 at random moments: every flushed partial is there, none twice, and none that was continued."""
     progress = tmp_path / "progress.txt"

@@ -33,6 +33,14 @@ def sampleable(batch: pa.RecordBatch) -> NDArray[np.bool_]:
     return completed
 
 
+def superseded_within(batch: pa.RecordBatch) -> NDArray[np.bool_]:
+    """Rows that another row of the batch continues, or that a later one of the same id replaces, [N]."""
+    ids = batch.column("id").to_pylist()
+    last = {id: position for position, id in enumerate(ids)}
+    parents = set(batch.column("parent_id").drop_null().to_pylist())
+    return np.array([id in parents or last[id] > i for i, id in enumerate(ids)], bool)
+
+
 @dataclass(frozen=True)
 class _Row:
     batch: pa.RecordBatch  # of one row

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from trajstore.batch import TrajectoryBatch
 from trajstore.buffer import draw
 from trajstore.buffer.accept import Addable, encoded
-from trajstore.buffer.apart import Apart, sampleable
+from trajstore.buffer.apart import Apart, sampleable, superseded_within
 from trajstore.buffer.rows import UNKNOWN, Rows
 from trajstore.buffer.state import Reopen, State, Store
 from trajstore.codec import warn_cache_refs
@@ -138,7 +138,7 @@ class TrajectoryBuffer:
             if good.any():
                 drawn = times if isinstance(times, int) else times[good]
                 self._rows.add(batch.filter(pa.array(good)), drawn)
-            self._apart.add(batch.filter(pa.array(~good)), refs, self._max_size)
+            self._apart.add(batch.filter(pa.array(~good & ~superseded_within(batch))), refs, self._max_size)
         while self._rows.size > self._max_size:
             self._rows.remove(self._rows.oldest_group())
 
