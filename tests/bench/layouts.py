@@ -81,8 +81,24 @@ class Rounds:
         return 1e3 * statistics.median(self.seconds[name])
 
 
-def memcpy(size: int, memory: tuple[np.ndarray, np.ndarray]) -> None:
-    np.copyto(memory[0][:size], memory[1][:size])
+class Memory:
+    """Copies of so many bytes: of those just copied, which a large cache may hold, or of others each time."""
+
+    def __init__(self) -> None:
+        self._to, self._from = np.ones(2**30, np.uint8), np.ones(2**30, np.uint8)
+        self._next = 0
+
+    def copy(self, size: int) -> None:
+        np.copyto(self._to[:size], self._from[:size])
+
+    def copy_others(self, size: int) -> None:
+        if self._next + size > 2**30:
+            self._next = 0
+        np.copyto(self._to[:size], self._from[self._next : self._next + size])
+        self._next += size
+
+    def clear(self, size: int) -> None:
+        self._to[:size].fill(0)
 
 
 FORMS = [form for form in ("c", "numpy") if form == "numpy" or layouts.kernel() == "c"]
@@ -96,7 +112,7 @@ def against_memory(rows: Rows, batch_size: int, rounds: int) -> None:
     keys = seeded_keys(rows.keys, batch_size)
     shuffled = plan(rows.lengths, Recipe(batch_size), keys=keys)
     bucketed = plan(rows.lengths, Recipe(batch_size, bucket_window=64), keys=keys)
-    memory = (np.ones(2**30, np.uint8), np.ones(2**30, np.uint8))
+    memory = Memory()
     kinds = {
         "padded": (layouts.padded, shuffled, False),
         "padded, untouched": (layouts.padded, shuffled, True),
@@ -115,13 +131,15 @@ def against_memory(rows: Rows, batch_size: int, rounds: int) -> None:
                 out = buffers[kind, form]
                 taken = took.time(f"{kind} take", lambda c=chosen: rows.take(c))
                 batch = took.time(f"{kind} {form}", lambda t=taken, o=out, m=make, how=options: m(t, how, o))
-            took.time(f"{kind} memcpy", lambda size=batch.nbytes: memcpy(size, memory))
-            took.time(f"{kind} memset", lambda size=batch.nbytes: memory[0][:size].fill(0))
+            took.time(f"{kind} memcpy", lambda size=batch.nbytes: memory.copy(size))
+            took.time(f"{kind} memcpy of others", lambda size=batch.nbytes: memory.copy_others(size))
+            took.time(f"{kind} memset", lambda size=batch.nbytes: memory.clear(size))
     for kind in kinds:
         base = took.ms(f"{kind} memcpy")
         line = (
             f"{batch_size:>5}  {kind:<18} memcpy {base:7.2f} ms  take {took.ms(f'{kind} take') / base:5.2f}x"
         )
+        line += f"  of bytes not in a cache {took.ms(f'{kind} memcpy of others') / base:5.2f}x"
         line += f"  memset {took.ms(f'{kind} memset') / base:5.2f}x"
         for form in FORMS:
             asked = ASKED.get((kind, form))
