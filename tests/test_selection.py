@@ -356,12 +356,13 @@ def test_the_version_gap_is_the_oldest_versions() -> None:
 def test_rows_of_a_stratum_are_equally_likely() -> None:
     sizes, n, seeds = [10, 20, 30], 12, 3000
     strata = np.array(strata_of(sizes))
-    hashes = id_hashes([f"row {i}" for i in range(len(strata))]).to_numpy()
+    ids = pl.Series([f"row {i}" for i in range(len(strata))])
+    hashes = id_hashes(ids.to_list()).to_numpy()
     seen = np.zeros(len(strata))
     together = np.zeros((10, 10))
     for seed in range(seeds):
         keys = seeded_keys(hashes, seed)
-        rows = draw(strata, keys, np.argsort(keys), n, "equal")
+        rows = draw(strata, keys, ids, n, "equal")
         seen[rows] += 1
         first = rows[rows < 10]
         together[np.ix_(first, first)] += 1
@@ -380,20 +381,22 @@ def test_rows_of_a_stratum_are_equally_likely() -> None:
 def test_a_large_stratum_wins_no_tie_by_its_size(n: int, level: int) -> None:
     sizes, seeds = [2, 20, 200, 2000], 2000
     strata = np.array(strata_of(sizes))
-    hashes = id_hashes([f"row {i}" for i in range(len(strata))]).to_numpy()
+    ids = pl.Series([f"row {i}" for i in range(len(strata))])
+    hashes = id_hashes(ids.to_list()).to_numpy()
     more = np.zeros(len(sizes))
     for seed in range(seeds):
         keys = seeded_keys(hashes, seed)
-        more += np.bincount(strata[draw(strata, keys, np.argsort(keys), n, "equal")], minlength=4) - level
+        more += np.bincount(strata[draw(strata, keys, ids, n, "equal")], minlength=4) - level
     share = (n - 4 * level) / 4
     assert np.abs(more / seeds - share).max() < 5 * np.sqrt(share * (1 - share) / seeds)
 
 
 def test_remainders_that_tie_are_shared_fairly() -> None:
     strata, seeds = np.array(strata_of([50, 50, 50])), 3000
-    hashes = id_hashes([f"row {i}" for i in range(len(strata))]).to_numpy()
+    ids = pl.Series([f"row {i}" for i in range(len(strata))])
+    hashes = id_hashes(ids.to_list()).to_numpy()
     more = np.zeros(3)
     for seed in range(seeds):
         keys = seeded_keys(hashes, seed)
-        more += np.bincount(strata[draw(strata, keys, np.argsort(keys), 31, "proportional")]) - 10
+        more += np.bincount(strata[draw(strata, keys, ids, 31, "proportional")]) - 10
     assert np.abs(more / seeds - 1 / 3).max() < 5 * np.sqrt(2 / 9 / seeds)

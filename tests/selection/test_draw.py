@@ -94,13 +94,44 @@ def test_quotas_by_weight_are_exact_where_they_can_be() -> None:
         assert quotas(np.array([3, 0]), 5, keys[:2], word).tolist() == [3, 0]
 
 
-def test_rows_that_are_left_out_of_the_order_are_not_drawn() -> None:
-    keys = seeded_keys(hashes(6), 0)
+def test_rows_that_cannot_be_drawn_are_not_drawn() -> None:
+    keys, ids = seeded_keys(hashes(6), 0), pl.Series([f"row {i}" for i in range(6)])
     strata = np.array([0, 0, 0, 1, 1, 2])
-    order = np.argsort(keys)
-    order = order[(order != 5) & (order != 0)]
-    assert draw(strata, keys, order, 10, "equal").tolist() == [1, 2, 3, 4]
-    assert draw(strata, keys, order[:0], 10, "equal").tolist() == []
+    among = np.array([1, 2, 3, 4])
+    assert draw(strata, keys, ids, 10, "equal", among=among).tolist() == [1, 2, 3, 4]
+    assert draw(strata, keys, ids, 2, "equal", among=among[1:2]).tolist() == [2]
+    assert draw(strata, keys, ids, 10, "equal", among=among[:0]).tolist() == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 3, 40, 700]), min_size=1, max_size=5),
+    st.sampled_from([0, 1, 7, 60, 400, 5000]),
+    st.integers(0, 5),
+    st.sampled_from(["uniform", "all low", "all high", "few"]),
+)
+def test_of_many_rows_the_first_of_each_stratum_are_drawn(
+    sizes: list[int], n: int, seed: int, kind: str
+) -> None:
+    """Against sorting everything; keys that are not uniform, and equal ones, are drawn just as right."""
+    rng = np.random.default_rng(seed)
+    strata = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    ids = pl.Series([f"row {i}" for i in rng.permutation(len(strata))])
+    keys = seeded_keys(rng.integers(0, 2**62, len(strata)), seed)
+    keys = {
+        "uniform": keys,
+        "all low": keys >> np.uint64(40),
+        "all high": keys | np.uint64(0xFF << 56),
+        "few": keys % np.uint64(5),
+    }[kind]
+    rows = draw(strata, keys, ids, n, "proportional").tolist()
+    quota = Counter(strata[rows].tolist())
+    expected = []
+    for code in range(len(sizes)):
+        order = sorted(np.flatnonzero(strata == code).tolist(), key=lambda i: (keys[i], ids[i]))
+        expected += order[: quota[code]]
+    assert rows == sorted(expected)
+    assert len(rows) == min(n, len(strata))
 
 
 # The step

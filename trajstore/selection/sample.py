@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trajstore.errors import QueryError
 from trajstore.selection.derived import GROUP_MEMBERS, SUPERSEDED, is_member
-from trajstore.selection.draw import draw, race, ranked, seeded_keys, stratum_codes, whole_groups
+from trajstore.selection.draw import draw, race, seeded_keys, stratum_codes, whole_groups
 from trajstore.selection.gates import stratum_values
 from trajstore.selection.steps import Bounds, evaluate, scalar, scalar_columns
 from trajstore.selection.versions import VERSION_OF, GapOf, freshness
@@ -128,12 +128,11 @@ class Draw:
         self, codes: Int64s, shares: Any, keys: NDArray[np.uint64], names: pl.Series, weights: Floats | None
     ) -> Int64s:
         times = None if weights is None else race(keys, weights)
-        order = ranked(keys, names, times)
-        if times is not None:
-            order = order[np.isfinite(times[order])]
+        can = np.ones(len(keys), bool) if times is None else np.isfinite(times)
         if not isinstance(shares, str):
-            order = order[shares[codes[order]] > 0]
-        return draw(codes, keys, order, self.n, shares)
+            can &= shares[codes] > 0
+        among = None if can.all() else np.flatnonzero(can)
+        return draw(codes, keys, names, self.n, shares, times=times, among=among)
 
     def _shares(self, codes: Int64s, strata: pl.Series) -> Any:
         """What `draw` takes as allocation: a word, or a weight for each stratum code."""
