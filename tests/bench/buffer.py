@@ -212,7 +212,9 @@ def tensors(rounds: int) -> None:
     for start in range(0, 10_000, 250):
         buffer.add_batch([trajectory(start + i, start // 500, 1000, rng) for i in range(250)])
     rows = buffer.get_available(19)
-    loader = TrajectoryLoader(TrajectoryBatch.from_arrow(rows.to_arrow()), batch_size=256, shuffle=True)
+    loader = TrajectoryLoader(
+        TrajectoryBatch.from_arrow(rows.to_arrow()), batch_size=256, shuffle=True, prefetch=0
+    )
     taking = iter(loader)
 
     def loaded() -> Any:
