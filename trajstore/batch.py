@@ -159,10 +159,15 @@ class TrajectoryBatch(Sequence[Trajectory]):
         return self._column("reward").to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
-        """What layouts and loaders make batches from; `columns` is for sources that read on demand."""
+        """What layouts and loaders make batches from, with these list columns; none named: all."""
         if self._picked is not None:
-            return self._picked.rows(pad_values(self._picked.schema))
-        return Rows.from_arrow(self.to_arrow(), pad_values(self.to_arrow().schema))
+            return self._picked.rows(pad_values(self._picked.schema), columns)
+        table = self.to_arrow()
+        pads = pad_values(table.schema)
+        if columns:
+            wanted = {*layouts.SCALARS, "group_id", *columns}
+            table = table.select([name for name in table.schema.names if name in wanted])
+        return Rows.from_arrow(table, pads)
 
     def to_tensors(
         self,
@@ -181,7 +186,7 @@ class TrajectoryBatch(Sequence[Trajectory]):
                 column is missing and `missing="error"`.
         """
         options = layouts.Options(pad_token_id=pad_token_id, missing=missing, extra=tuple(extra))
-        return layouts.to_torch(layouts.padded(self.rows(), options).arrays, device)
+        return layouts.to_torch(layouts.padded(self.rows((*layouts.READ, *extra)), options).arrays, device)
 
     def compute_padding_ratio(self) -> float:
         """Padding / (B·T) if the batch is padded to its longest trajectory; 0.0 when it is empty."""

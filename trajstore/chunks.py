@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -59,13 +60,6 @@ class Chunk:
             array = self.batch.column(name) if name in self.batch.schema.names else None
             self._lists[name] = None if array is None or array.null_count == len(array) else _view(array)
         return self._lists[name]
-
-    def ids(self, rows: Int64s) -> list[str]:
-        """Names of these rows."""
-        column = self.batch.column("id")
-        if len(rows) > _FEW_RUNS:
-            return column.take(pa.array(rows)).to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
-        return [column[i].as_py() for i in rows.tolist()]
 
 
 def _view(array: pa.Array) -> _List:
@@ -127,21 +121,25 @@ class Picked:
         for a, b in zip([0, *cuts], [*cuts, len(self.chunk)], strict=True):
             yield int(self.chunk[a]), a, b
 
-    def rows(self, pads: Mapping[str, float]) -> Rows:
-        """What batches of tensors are made from; no token is copied."""
+    def rows(self, pads: Mapping[str, float], columns: Sequence[str] = ()) -> Rows:
+        """What batches of tensors are made from; no token is copied.
+
+        Args:
+            pads: see `Rows`.
+            columns: list columns to look at; none: all.
+        """
         count = len(self)
         rewards: NDArray[Any] = np.empty(count, np.float64)
         scalars: dict[str, NDArray[Any]] = {"reward": rewards}
         scalars |= {name: np.empty(count, np.int64) for name in _SCALARS if name != "reward"}
-        names = [f.name for f in self.schema if _holds_numbers(f.type)]
+        wanted = set(columns)
+        names = [f.name for f in self.schema if (not wanted or f.name in wanted) and _holds_numbers(f.type)]
         start = {name: np.zeros(count, np.int64) for name in names}
         length = {name: np.full(count, -1, np.int64) for name in names}
         values: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
         chunk = {name: np.zeros(count, np.int64) for name in names}
-        ids: list[str] = []
         for number, a, b in self._parts():
             source, rows = self.chunks[number], self.row[a:b]
-            ids += source.ids(rows)
             for name, out in scalars.items():
                 out[a:b] = source.scalar(name)[rows]
             for name in names:
@@ -154,7 +152,7 @@ class Picked:
                 chunk[name][a:b] = len(values[name])
                 values[name].append(found.values)
         return Rows(
-            ids=ids,
+            ids=_Ids(self),
             lengths=scalars["length"],
             prompt_lengths=scalars["prompt_length"],
             rewards=rewards,
@@ -163,6 +161,27 @@ class Picked:
             pads=pads,
             keys=scalars["id_hash"],
         )
+
+
+class _Ids(Sequence[str]):
+    """The ids of picked rows, gathered when the first one is asked for: tensors need none."""
+
+    def __init__(self, picked: Picked) -> None:
+        self._picked = picked
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self._picked.column("id").to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
+
+    def __len__(self) -> int:
+        return len(self._picked)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._names[index]
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

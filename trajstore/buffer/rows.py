@@ -179,6 +179,8 @@ class Rows:
                 [bucket.first - edge for bucket, edge in zip(buckets, edges, strict=False)], np.int64
             )
             slots = members + shifts[np.searchsorted(edges[1:], members, side="right")]
+            if all(a.first < b.first for a, b in pairwise(buckets)):  # runs share no slot
+                return slots
         else:
             cuts = np.searchsorted(members, edges).tolist()
             parts = zip(buckets, edges, pairwise(cuts), strict=False)
