@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trajstore import InputError, ValidationError
 from trajstore.layouts import Ragged
-from trajstore.layouts.ragged import side_by_side
+from trajstore.layouts.ragged import side_by_side, take_all
 from trajstore.schema import list_of
 
 
@@ -123,13 +123,24 @@ def test_addresses_do_not_travel_to_another_process() -> None:
     assert other.address[0] != ragged.address[0]
 
 
-def test_addresses_lie_side_by_side_and_are_the_same() -> None:
-    columns = {name: Ragged.from_arrow(pa.array([[1], None, [2, 3]], list_of(pa.int8()))) for name in "ab"}
-    before = {name: column.address.tolist() for name, column in columns.items()}
-    after = side_by_side(columns)
-    assert {name: column.address.tolist() for name, column in after.items()} == before
-    assert np.shares_memory(after["a"].address.base, after["b"].address)
-    assert side_by_side({}) == {}
+def test_all_columns_are_taken_by_addresses_that_lie_side_by_side() -> None:
+    columns = {
+        "a": Ragged.from_arrow(pa.array([[1], None, [2, 3]], list_of(pa.int8()))),
+        "b": Ragged.from_arrow(pa.array([[4.0, 5.0], [6.0], None], list_of(pa.float32()))),
+    }
+    addresses = side_by_side(columns, 3)
+    assert addresses.flags.c_contiguous
+    assert addresses.T.tolist() == [column.address.tolist() for column in columns.values()]
+    rows = np.array([2, 0, 2])
+    taken = take_all(columns, addresses, rows)
+    assert {name: lists(column) for name, column in taken.items()} == {
+        "a": [[2, 3], [1], [2, 3]],
+        "b": [None, [4.0, 5.0], None],
+    }
+    for name, column in columns.items():
+        assert taken[name].address.tolist() == column.address[rows].tolist()
+    assert side_by_side({}, 3).shape == (3, 0)
+    assert take_all({}, side_by_side({}, 3), rows) == {}
 
 
 def test_null_rows_give_way_to_another_column() -> None:

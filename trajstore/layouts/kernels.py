@@ -72,8 +72,9 @@ def write(jobs: Sequence[Job]) -> None:
         return
     ready = []
     for job in jobs:
-        if _in_c(job.field.column.dtype, job.field.dtype):
-            ready.append(job)
+        codes = _codes(job.field.column.dtype, job.field.dtype)
+        if codes is not None:
+            ready.append((job, codes))
         else:  # a dtype of the user's own that C has no name for, such as float16
             _write(job)
     _write_in_c(ready)
@@ -128,12 +129,13 @@ def _library() -> Any:
 
 
 @lru_cache(maxsize=256)
-def _in_c(source: np.dtype[Any] | None, target: np.dtype[Any]) -> bool:
-    """Whether C knows the two dtypes, and the one as the other."""
+def _codes(source: np.dtype[Any] | None, target: np.dtype[Any]) -> tuple[int, int] | None:
+    """The two dtypes as C knows them; None when it does not, or not the one as the other."""
     given, asked = _CODES.get(source or target), _CODES.get(target)
     if given is None or asked is None:
-        return False
-    return given == asked or (asked in _TARGETS and not (given in _FLOATS and asked not in _FLOATS))
+        return None
+    widened = asked in _TARGETS and not (given in _FLOATS and asked not in _FLOATS)
+    return (given, asked) if given == asked or widened else None
 
 
 @lru_cache(maxsize=256)
@@ -141,7 +143,7 @@ def _bits(value: float, dtype: np.dtype[Any]) -> int:
     return int.from_bytes(np.array(value, dtype).tobytes().ljust(8, b"\0"), sys.byteorder, signed=True)
 
 
-def _write_in_c(jobs: Sequence[Job]) -> None:
+def _write_in_c(jobs: Sequence[tuple[Job, tuple[int, int]]]) -> None:
     # What C reads of the rows lies in one block: asking numpy where an array lies takes longer than
     # copying the few numbers of a batch. Most columns share their places, which go there once.
     block: list[Int64s] = []
@@ -156,7 +158,7 @@ def _write_in_c(jobs: Sequence[Job]) -> None:
     places: dict[int, tuple[int, int, int]] = {}
     lefts: dict[int, tuple[int, int, int]] = {}
     lines: list[int] = []
-    for (column, dtype, fill, null, split, positions, _), place, out, left in jobs:
+    for ((column, dtype, fill, null, split, positions, _), place, out, left), codes in jobs:
         where = places.get(id(place))
         if where is None:
             span = place.span
@@ -166,13 +168,11 @@ def _write_in_c(jobs: Sequence[Job]) -> None:
             known = lefts.get(id(left.at))
             before = known or (len(left.at), begin(left.at), begin(left.count))
             lefts[id(left.at)] = before
-        own = column.dtype
         lines += (
-            _CODES[own or dtype],
-            _CODES[dtype],
+            *codes,
             ctypes.addressof(ctypes.c_char.from_buffer(out.data)) if out.size else 0,
             len(place.at),
-            -1 if own is None else begin(column.address),
+            begin(column.address) if column.chunks else -1,
             *where,
             place.width if left is None else 0,
             _bits(fill, dtype),

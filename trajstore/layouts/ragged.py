@@ -146,10 +146,17 @@ class Ragged:
         bases = np.array([chunk.__array_interface__["data"][0] for chunk in self.chunks], np.int64)
         return np.where(given, bases[chunk] + self.start * self.chunks[0].itemsize, 0)
 
-    def take(self, rows: Int64s) -> Ragged:
-        """The rows at these positions, in this order; no value is copied."""
+    def take(self, rows: Int64s, address: Int64s | None = None) -> Ragged:
+        """The rows at these positions, in this order; no value is copied.
+
+        Args:
+            rows: positions.
+            address: their addresses, from who has gathered them already.
+        """
         taken = Ragged.__new__(Ragged)
         taken.chunks, taken._taken = self.chunks, (self, rows)
+        if address is not None:
+            taken.address = address
         return taken
 
     def or_else(self, other: Ragged) -> Ragged:
@@ -175,17 +182,20 @@ class Ragged:
         return values
 
 
-def side_by_side(columns: Mapping[str, Ragged]) -> Mapping[str, Ragged]:
-    """The same columns, all addresses of a row in one place, so that to take a row is one cache miss.
+def side_by_side(columns: Mapping[str, Ragged], count: int) -> Int64s:
+    """[N, C] addresses of columns of `count` rows: all of a row in one place, one cache miss to take it.
 
     Raises:
         InputError: see `Ragged.address`.
     """
-    if columns:
-        together = np.stack([column.address for column in columns.values()], axis=1)
-        for number, column in enumerate(columns.values()):
-            column.address = together[:, number]
-    return columns
+    none = np.empty((count, 0), np.int64)
+    return np.concatenate([none, *(column.address[:, None] for column in columns.values())], axis=1)
+
+
+def take_all(columns: Mapping[str, Ragged], addresses: Int64s, rows: Int64s) -> dict[str, Ragged]:
+    """The rows at these positions of every column; `addresses` is theirs, `side_by_side`."""
+    taken = addresses[rows]
+    return {name: column.take(rows, taken[:, i]) for i, (name, column) in enumerate(columns.items())}
 
 
 def _flat_values(array: pa.Array) -> NDArray[Any]:

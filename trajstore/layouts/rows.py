@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trajstore.errors import InputError, LengthMismatchError, ValidationError
 from trajstore.layouts.fields import Field, Options, dtypes_of
-from trajstore.layouts.ragged import Int64s, Ragged, side_by_side
+from trajstore.layouts.ragged import Int64s, Ragged, side_by_side, take_all
 
 TENSORS = (
     "input_ids",
@@ -107,8 +107,8 @@ class Rows:
         return len(self.lengths)
 
     @cached_property
-    def _columns(self) -> Mapping[str, Ragged]:
-        return side_by_side(self.columns)
+    def _addresses(self) -> Int64s:
+        return side_by_side(self.columns, len(self))
 
     def take(self, rows: Int64s) -> Rows:
         """The rows at these positions, in this order."""
@@ -118,7 +118,7 @@ class Rows:
             self.prompt_lengths[rows],
             self.rewards[rows],
             self.versions[rows],
-            {name: column.take(rows) for name, column in self._columns.items()},
+            take_all(self.columns, self._addresses, rows),
             self.pads,
             self.keys[rows],
             None if self.groups is None else self.groups[rows],
@@ -263,8 +263,8 @@ class Lists:
         return len(self.lengths)
 
     @cached_property
-    def _columns(self) -> Mapping[str, Ragged]:
-        return side_by_side(self.columns)
+    def _addresses(self) -> Int64s:
+        return side_by_side(self.columns, len(self))
 
     def take(self, rows: Int64s) -> Lists:
         """The rows at these positions, in this order."""
@@ -272,7 +272,7 @@ class Lists:
             [self.ids[i] for i in rows.tolist()],
             self.lengths[rows],
             self.keys[rows],
-            {name: column.take(rows) for name, column in self._columns.items()},
+            take_all(self.columns, self._addresses, rows),
             self.dtypes,
             self.pads,
             {name: values[rows] for name, values in self.scalar_columns.items()},
