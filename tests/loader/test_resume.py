@@ -126,6 +126,19 @@ def spawned(loader: TrajectoryLoader, workers: int, kind: Any = DataLoader, **op
     return kind(loader, batch_size=None, **options)
 
 
+def test_nested_tensors_come_from_workers_whole(store: TrajectoryStore) -> None:
+    loader = TrajectoryLoader(store.scan(), **(OPTIONS | {"layout": "nested"}))
+    expected = list(loader)
+    loader.set_epoch(0)
+    for ours, theirs in zip(expected, spawned(loader, 2), strict=True):
+        assert theirs["ids"] == ours["ids"]
+        for name in ("input_ids", "attention_mask", "log_probs"):
+            assert theirs[name].is_nested
+            assert torch.equal(theirs[name].offsets(), ours[name].offsets())
+            assert torch.equal(theirs[name].values().nan_to_num(), ours[name].values().nan_to_num())
+        assert (theirs["input_ids"] * theirs["attention_mask"]).is_nested  # columns are of one shape
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_torchs_data_loader(store: TrajectoryStore, workers: int) -> None:
     expected = whole(store, 1)
