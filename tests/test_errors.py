@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from trajstore import errors
-from trajstore.errors import LengthMismatchError, TrajstoreError, ValidationError
+from trajstore.errors import LengthMismatchError, StorageError, TrajstoreError, ValidationError
 
 
 def every(kind: type[TrajstoreError]) -> set[type[TrajstoreError]]:
@@ -82,3 +82,9 @@ def test_each_also_is_the_builtin_it_specialises(
 def test_what_a_caller_can_mend_is_an_input_error() -> None:
     assert not issubclass(errors.ConflictError, errors.InputError)
     assert not issubclass(errors.CorruptFileError, errors.InputError)
+
+
+def test_colours_of_a_library_stay_out_of_messages() -> None:
+    error = StorageError("Generic S3 error \x1b[31m↳\x1b[0m no route", hint="look")
+    assert str(error) == "Generic S3 error ↳ no route\n  hint: look"
+    assert error.args == (error.message,)

@@ -23,6 +23,11 @@ them pickle (they cross process borders in loaders and Ray).
 
 from __future__ import annotations
 
+import re
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""What libraries put into the messages that ours quote, and what no log or pipe wants."""
+
 
 class TrajstoreError(Exception):
     """Base of all errors raised on purpose.
@@ -33,8 +38,8 @@ class TrajstoreError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _COLOURS.sub("", message)
+        super().__init__(self.message)
         self.hint = hint
 
     def __str__(self) -> str:

@@ -25,7 +25,6 @@ def s3_options() -> Iterator[dict[str, str]]:
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ALLOW_HTTP": "true",
         }
         s3 = pafs.S3FileSystem(
             access_key="test",

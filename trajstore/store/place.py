@@ -52,6 +52,7 @@ class Place:
             where: a path, or `s3://bucket/prefix`.
             options: for S3, the usual names (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
                 AWS_REGION, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP); what is not there comes from the environment.
+                An endpoint that begins with http:// is taken at its word unless AWS_ALLOW_HTTP says no.
 
         Raises:
             InputError: the URI has another scheme.
@@ -66,6 +67,8 @@ class Place:
                     "AWS_S3_ALLOW_UNSAFE_RENAME lets two writers overwrite each other's commits",
                     hint="unset it: commits here are conditional puts",
                 )
+            if found.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+                found.setdefault("AWS_ALLOW_HTTP", "true")
             root = str(where).removeprefix("s3://").rstrip("/")
             return cls(str(where), f"s3://{root}", _s3(found), root, found)
         if scheme:
