@@ -63,7 +63,7 @@ def size_of(lengths: Int64s, prompts: Int64s, recipe: Recipe) -> int:
     return len(lengths) * (up(int(prompts.max(initial=0))) + up(int(responses.max(initial=0))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(recipes(), st.lists(st.integers(0, 9), max_size=40), st.booleans(), st.data())
 def test_a_plan_keeps_what_its_recipe_promises(
     recipe: Recipe, of: list[int], shuffled: bool, data: st.DataObject
@@ -245,6 +245,25 @@ def test_the_budget_counts_what_a_batch_takes() -> None:
     prompts = np.array([4, 0, 0, 1])
     blocks = plan(lengths, Recipe(max_tokens=10, layout="prompt_response"), prompt_lengths=prompts)
     assert lists(blocks) == [[0, 1], [2, 3]]  # 2 * (4 + 1), 2 * (1 + 3)
+    rounded = Recipe(max_tokens=10, layout="packed", pad_to_multiple_of=4)
+    assert lists(plan(np.full(4, 3), rounded)) == [[0, 1], [2, 3]]  # 9 tokens would be padded to 12
+
+
+def test_a_row_that_was_cut_inside_its_prompt_is_all_prompt() -> None:
+    blocks = Recipe(max_tokens=16, layout="prompt_response")
+    assert lists(plan(np.array([4, 4]), blocks, prompt_lengths=np.array([9, 0]))) == [[0, 1]]  # 2 * (4 + 4)
+
+
+def test_a_batch_across_two_windows_is_of_like_length() -> None:
+    lengths = np.tile(np.arange(1, 101), 6)
+    planned = plan(lengths, Recipe(max_tokens=1010, bucket_window=5))  # windows of 100 rows
+    assert max(int(np.ptp(lengths[batch])) for batch in planned) < 50
+
+
+def test_what_cannot_be_cut_smaller_is_not() -> None:
+    batches = lists(plan(np.array([100, 1, 1, 1]), Recipe(max_tokens=100, layout="packed", world_size=3)))
+    assert sorted(map(len, batches)) == [1, 1, 2]
+    assert sorted(row for batch in batches for row in batch) == [0, 1, 2, 3]
 
 
 def test_what_cannot_be_planned_is_named() -> None:

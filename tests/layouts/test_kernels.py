@@ -89,7 +89,7 @@ def test_any_lists_are_what_a_loop_would_write(lists: Lists) -> None:
                 assert flat[f"{name}_max_seqlen"] == width
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(batch_rows, st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2)), max_size=4),
     st.booleans(),
@@ -106,6 +106,15 @@ def test_used_memory_shows_nothing_of_the_batch_before(
             for name, array in arrays.items():
                 if isinstance(array, np.ndarray) and name not in ("cu_seqlens", "rewards", "versions"):
                     array.fill(99)
+
+
+def test_another_pad_value_reaches_memory_that_nobody_touched() -> None:
+    buffers = Buffers(untouched=True)
+    for pad in (0, 7, 7, 0):
+        batch = padded(rows_of(row(), row(tokens=[1], length=1)), Options(pad_token_id=pad), buffers)
+        ids = batch.arrays["input_ids"]
+        assert ids[1].tolist() == [1] + [pad] * (ids.shape[1] - 1)
+        assert ids.shape[1] > 1
 
 
 def test_memory_is_used_again_and_asked_for_where_told() -> None:
