@@ -10,7 +10,7 @@ from tests.loader.test_loader import ROWS
 from trajstore import Trajectory, TrajectoryBatch, layouts
 from trajstore.layouts import Lists, Options, Ragged
 from trajstore.loader import TrajectoryLoader
-from trajstore.loader.device import SLOTS, Device
+from trajstore.loader.device import SLOTS, Device, here
 
 CPU = torch.device("cpu")
 OPTIONS = [
@@ -121,10 +121,10 @@ def test_staging_memory_stops_growing_and_serves_many_batches() -> None:
 def test_on_a_gpu_batches_are_those_of_the_cpu(layout: Any, prefetch: int) -> None:
     options: dict[str, Any] = {"batch_size": 7, "shuffle": True, "layout": layout, "extra": ["values"]}
     batch = TrajectoryBatch(ROWS)
-    here = list(TrajectoryLoader(batch, **options))
+    on_the_cpu = list(TrajectoryLoader(batch, **options))
     there = TrajectoryLoader(batch, device="cuda", prefetch=prefetch, **options)
     for _ in range(20):
-        for found, expected in zip(there, here, strict=True):
+        for found, expected in zip(there, on_the_cpu, strict=True):
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor):
                     assert found[name].is_cuda or name in ("cu_seqlens",)
@@ -133,6 +133,19 @@ def test_on_a_gpu_batches_are_those_of_the_cpu(layout: Any, prefetch: int) -> No
                         a, b = a.values(), b.values()
                     torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
         there.set_epoch(0)
+
+
+def test_a_device_that_is_one_already_stays_it() -> None:
+    assert here(CPU) == CPU
+    assert here(torch.device("cuda:1")) == torch.device("cuda:1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
+def test_batches_made_ahead_go_to_the_device_that_this_thread_chose() -> None:
+    with torch.cuda.device(1):
+        for batch in TrajectoryLoader(TrajectoryBatch(ROWS), batch_size=7, device="cuda", prefetch=2):
+            assert batch["input_ids"].device == torch.device("cuda:1")
 
 
 @pytest.mark.gpu

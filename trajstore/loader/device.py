@@ -51,12 +51,23 @@ class Sent:
     def wait(self) -> BatchArrays:
         """The batch for the stream that the caller works on; the host does not wait."""
         if self.ready is not None:
-            stream = torch.cuda.current_stream()
+            tensors = [value for value in self.batch.arrays.values() if isinstance(value, torch.Tensor)]
+            stream = torch.cuda.current_stream(tensors[0].device)
             stream.wait_event(self.ready)
-            for value in self.batch.arrays.values():
-                if isinstance(value, torch.Tensor):
-                    value.record_stream(stream)  # or its memory could be given away too early
+            for value in tensors:
+                value.record_stream(stream)  # or its memory could be given away too early
         return self.batch
+
+
+def here(device: torch.device) -> torch.device:
+    """The device itself, where it is one of several that the thread has chosen among.
+
+    What `torch.cuda.set_device` chose holds for the thread that called it: a thread that makes batches ahead
+    would send those of every rank to the first GPU.
+    """
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class Device:

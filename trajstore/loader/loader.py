@@ -20,7 +20,7 @@ from trajstore import layouts
 from trajstore.errors import InputError
 from trajstore.layouts import BatchArrays, Buffers, Dtypes, Missing, Options, RowSource, Side
 from trajstore.loader.ahead import Ahead
-from trajstore.loader.device import Device, Sent
+from trajstore.loader.device import Device, Sent, here
 from trajstore.loader.sources import Source, cache_use, source_of
 from trajstore.loader.stats import Stats
 from trajstore.plan import Layout, Plan, Recipe, Tail, plan
@@ -228,7 +228,7 @@ class TrajectoryLoader(IterableDataset[Batch]):
         planned = self._planned(at.epoch)
         steps = range(at.base, len(planned))[at.worker :: at.workers][at.batch :]
         self._now, self._epoch = at, at.epoch + 1
-        made = self._made(planned, steps)
+        made = self._made(planned, steps, here(self._device))
         ahead = Ahead(made, self._prefetch) if self._prefetch else None
         try:
             while True:
@@ -271,10 +271,12 @@ class TrajectoryLoader(IterableDataset[Batch]):
             )
         return _At(at.epoch, base=at.base + at.batch, worker=worker, workers=workers)
 
-    def _made(self, planned: Plan, steps: range) -> Iterator[tuple[RowSource, Sent]]:
+    def _made(self, planned: Plan, steps: range, device: torch.device) -> Iterator[tuple[RowSource, Sent]]:
         """The batches of some steps; runs ahead of who takes them."""
         rows = self._loaded()
-        memory = self._spare.pop() if self._spare else self._memory()
+        memory = self._spare.pop() if self._spare else self._memory(device)
+        if isinstance(memory, Device) and memory.device != device:
+            memory = self._memory(device)
         try:
             for number, step in enumerate(steps):
                 chosen = rows.take(planned.batch(step, self._rank))
@@ -288,10 +290,10 @@ class TrajectoryLoader(IterableDataset[Batch]):
         finally:
             self._spare.append(memory)  # the next epoch takes it over
 
-    def _memory(self) -> Device | Sequence[Buffers | None]:
+    def _memory(self, device: torch.device) -> Device | Sequence[Buffers | None]:
         """What batches are made in: of a device, or used in turns, or fresh for each."""
-        if self._device.type != "cpu":
-            return Device(self._device, self._layout, self._options)
+        if device.type != "cpu":
+            return Device(device, self._layout, self._options)
         # Workers send batches to another process, at a time that nobody tells.
         if not self._reuse_buffers or get_worker_info() is not None:
             return [None]
