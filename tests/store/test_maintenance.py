@@ -1,6 +1,7 @@
 """Compaction, deletes, updates, restores, vacuum: rows stay right, two maintainers never double them."""
 
 import multiprocessing
+import os
 import time
 from collections import Counter
 from multiprocessing.queues import SimpleQueue
@@ -26,6 +27,7 @@ from trajstore import (
 from trajstore.query import fresh, stratified_sample
 from trajstore.schema import Column, list_of
 from trajstore.selection import GapOf
+from trajstore.store.maintenance import MINIMUM_RETENTION_HOURS
 
 
 def rollout(i: int, version: int | None = None) -> Trajectory:
@@ -68,6 +70,18 @@ def test_compaction_keeps_rows_order_and_samples(store: TrajectoryStore) -> None
     assert store.append([rollout(99)], writer_id="w", batch_no=6).rows == 1
     assert ids(store)[-1] == "row-99"
     assert store.at(3).count() == 30
+
+
+def test_compaction_leaves_files_of_half_the_target_and_more(store: TrajectoryStore) -> None:
+    large = [rollout(100 + i, 3) for i in range(400)]
+    store.append(large, writer_id="w", batch_no=6)
+    sizes = {Path(file): Path(file).stat().st_size for file in store.scan().data_files()}
+    largest = max(sizes, key=lambda file: sizes[file])
+    store.maintenance.compact(target_bytes=2 * sizes[largest])
+    assert largest in map(Path, store.scan().data_files())
+    store.maintenance.compact(target_bytes=2 * sizes[largest] + 1)
+    assert largest not in map(Path, store.scan().data_files())
+    assert sorted(ids(store)) == sorted([f"row-{i}" for i in range(60)] + [row.id for row in large])
 
 
 def test_compaction_orders_by_version_so_that_a_gate_skips(store: TrajectoryStore) -> None:
@@ -210,6 +224,19 @@ def test_vacuum_keeps_what_is_kept_and_a_restore_of_the_rest_says_so(store: Traj
     assert (store.path / "README.md").exists()
     with pytest.raises(CorruptFileError, match="cannot be restored"):
         store.maintenance.restore(4)
+
+
+def test_vacuum_counts_the_age_of_a_file_from_when_it_left(store: TrajectoryStore) -> None:
+    """Written weeks ago and compacted a moment ago: whoever reads the snapshot before needs it still."""
+    files = [Path(file) for file in store.scan().data_files()]
+    for file in files:
+        os.utime(file, times=(time.time() - 30 * 86400,) * 2)
+    before = store.at(6)
+    store.maintenance.compact()
+    assert store.maintenance.vacuum(MINIMUM_RETENTION_HOURS) == []
+    assert len(before.scan().to_trajectories()) == 60
+    removed = store.maintenance.vacuum(0, force=True)
+    assert sorted(removed) == sorted(file.name for file in files)
 
 
 def _maintain(path: str, stop: Event) -> None:
