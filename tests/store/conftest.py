@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow.fs as pafs
 import pytest
 
+from trajstore.store.place import ANSWER_SECONDS
+
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, str]]:
@@ -33,6 +35,8 @@ def s3_options() -> Iterator[dict[str, str]]:
             scheme="http",
             endpoint_override=f"127.0.0.1:{port}",
             allow_bucket_creation=True,
+            connect_timeout=ANSWER_SECONDS,
+            request_timeout=ANSWER_SECONDS,
         )
         s3.create_dir("bucket")
         yield options
