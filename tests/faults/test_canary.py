@@ -19,7 +19,8 @@ DISK = pytest.mark.parametrize("new", ["disk"], indirect=True)
 def new(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, str] | None]:
     uri, options = (tmp_path / "table").as_uri(), None
     if request.param == "s3":
-        uri, options = f"s3://bucket/{tmp_path.name}", request.getfixturevalue("s3_options")
+        uri = f"s3://bucket/{tmp_path.name}"
+        options = request.getfixturevalue("s3_options") | {"AWS_ALLOW_HTTP": "true"}
     configuration = {"delta.checkpointInterval": "5"}
     DeltaTable.create(uri, SCHEMA, mode="error", configuration=configuration, storage_options=options)
     return uri, options
