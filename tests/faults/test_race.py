@@ -79,7 +79,7 @@ def test_columns_added_under_running_writers(where: Where) -> None:
     for w in ("a", "b"):
         where.workers.start("write", uri=where.uri, writer=w, progress=folder / f"{w}.txt", stop=stop)
     for number in range(where.count(disk=4, s3=2, soak=20)):
-        least = {w: batches_in(store).get(w, 0) for w in ("a", "b")}
+        least = {w: _sent(folder / f"{w}.txt") for w in ("a", "b")}
         where.workers.until(lambda least=least: all(_sent(folder / f"{w}.txt") > n for w, n in least.items()))
         store.maintenance.add_column(Column(f"extra{number}", list_of(pa.float32()), "token", pad=0.0))
     stop.touch()
