@@ -112,6 +112,21 @@ def test_a_bad_row_in_a_later_chunk_leaves_no_file(
     assert [t.id for t in store.scan().to_trajectories()] == [f"row-{i}" for i in range(9)]
 
 
+def test_a_bad_row_in_a_later_chunk_of_arrow_data_is_named_by_its_place(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.store.append.CHUNK_ROWS", 4)
+    table = TrajectoryBatch([rollout(i) for i in range(10)]).to_arrow()
+    lengths = table["length"].to_pylist()
+    lengths[9] += 1
+    at = table.schema.get_field_index("length")
+    table = table.set_column(at, table.schema.field(at), pa.array(lengths, table.schema.field(at).type))
+    with pytest.raises(ValidationError, match=r"trajectory 9 \(id 'row-9'\)") as caught:
+        store.append(table)
+    assert caught.value.row == 9
+    assert not list(store.path.glob("part-*"))
+
+
 def test_quarantine_commits_the_good_rows_and_keeps_the_bad_with_reasons(store: TrajectoryStore) -> None:
     rows = [rollout(i) for i in range(9)]
     rows[2].behavior_log_probs = [-1.0, None, -1.0, -1.0, -1.0]  # type: ignore[list-item]
