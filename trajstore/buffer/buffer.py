@@ -227,7 +227,13 @@ class TrajectoryBuffer:
         return np.sort(np.concatenate([_NONE, *map(self._rows.members, codes[drawn].tolist())]))
 
     def wait_for(self, n: int, current_version: PolicyVersion | int, timeout: float | None = None) -> bool:
-        """Waits until n rows are available at a version; false when `timeout` seconds passed before."""
+        """Waits until n rows are available at a version; false when `timeout` seconds passed before.
+
+        Raises:
+            InputError: n is more than the buffer holds: no wait would end.
+        """
+        if n > self._max_size:
+            raise InputError(f"n is {n}, and the buffer holds {self._max_size} rows at most (max_size)")
         floor = self._floor(current_version)
 
         def enough() -> bool:
@@ -262,7 +268,8 @@ class TrajectoryBuffer:
     def remove_stale(self, current_version: PolicyVersion | int) -> int:
         """Removes rows whose version gap exceeds the limit and returns how many; unknown versions stay.
 
-        Memory of up to an eighth of the rows that are left, and 1024 more, comes back at the next add only.
+        Memory of up to an eighth of the rows that are left, and 1024 more, comes back at the next add only,
+        as does that of rows which were drawn for the last time from among others that stay.
         """
         with self._change:
             floor = self._floor(current_version)
