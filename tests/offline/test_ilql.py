@@ -13,7 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import InputError, LengthMismatchError, Trajectory, TrajectoryBatch, ValidationError
+from trajstore import (
+    InputError,
+    LengthMismatchError,
+    Trajectory,
+    TrajectoryBatch,
+    TrajectoryStatus,
+    ValidationError,
+)
 from trajstore.errors import SchemaError
 from trajstore.loader import TrajectoryLoader
 from trajstore.offline import ILQLDataset, ilql_dataset
@@ -341,3 +348,13 @@ def test_the_loader_takes_a_set_as_it_is() -> None:
     for found, wanted in zip(loaded, expected, strict=True):
         for name, tensor in vars(wanted).items():
             assert torch.equal(getattr(found, name), tensor), name
+
+
+def test_rows_that_are_not_finished_are_left_out() -> None:
+    """Partial rollouts: the continuation is a row of its own, which holds all of it."""
+    split = {"prompt_tokens": [1], "response_tokens": [2, 3]}
+    rows = [Trajectory(id=status.value, status=status, **split) for status in TrajectoryStatus]
+    data = ilql_dataset(TrajectoryBatch(rows))
+    assert data.table["id"].to_pylist() == ["pending", "completed"]
+    assert data.report.dropped == {"not finished: aborted, failed or still generating": 3}
+    assert len(ilql_dataset(TrajectoryBatch(rows), compat="trlx")) == 5, "trlX knows no status"
