@@ -257,6 +257,15 @@ def test_equal_returns_become_zero_not_noise(value: float, count: int, scale: An
     assert equal.batch().rewards.abs().max() == 0
 
 
+@pytest.mark.parametrize("scale", ["global", "group"])
+def test_returns_that_differ_by_rounding_are_equal(scale: Any) -> None:
+    """0.1 + 0.2 is 0.30000000000000004; over a deviation of 3e-17 the rewards would be near 1."""
+    equal = made(*[row(reward=value, group_id="g") for value in (0.1 + 0.2, 0.3, 0.3)], scale=scale)
+    assert equal.batch().rewards.abs().max() == 0
+    apart = made(*[row(reward=value, group_id="g") for value in (0.3 + 1e-9, 0.3, 0.3)], scale=scale)
+    assert apart.batch().rewards.abs().max() > 1
+
+
 def test_a_set_survives_parquet_with_its_provenance(tmp_path: Any) -> None:
     first = made(row(), row(terminated=False), scale="global", pad_token_id=9)
     pq.write_table(first.table, tmp_path / "set.parquet")
