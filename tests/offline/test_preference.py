@@ -361,3 +361,9 @@ def test_datasets_loads_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
                 cache_dir=str(tmp_path / "cache"),
             )
             assert found.to_list() == made.table.to_pylist(), name
+
+
+def test_a_trainers_length_counts_the_prompt() -> None:
+    rows = [row("a", 1.0, [5, 6, 8]), row("b", 0.0, [5, 7, 8])]  # behind a prompt of two tokens
+    for length, found in ((1, []), (3, []), (4, [("a", "b")]), (9, [("a", "b")])):
+        assert pairs(*rows, max_length=length) == found, length
