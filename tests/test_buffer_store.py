@@ -164,8 +164,14 @@ def test_objects_of_the_engine_are_left_out_warned_of_and_counted(store: Traject
             buffer.add_batch([partial(i, kv_cache_ref=i) for i in (4, 5)])
         assert len(warned) == 1
         assert buffer.get_partials_for_prompts()[-1].kv_cache_ref == 5
-    assert [s.cache_refs_left_out for s in store.history()] == [0, 2, 1, 2]
-    assert [t.kv_cache_ref for t in store.partials()] == [None, "block", None, None, None, None]
+        buffer.flush()
+        for add in (buffer.add, buffer.add_partial):
+            with pytest.warns(UserWarning, match="kv_cache_ref of 1 partial") as more:
+                add(partial(6, kv_cache_ref=6))
+            assert [w.filename for w in (*warned, *more)] == [__file__] * 2, "where the verb was called"
+            buffer.flush()
+    assert [s.cache_refs_left_out for s in store.history()] == [0, 2, 1, 2, 1, 1]
+    assert [t.kv_cache_ref for t in store.partials()] == [None, "block", None, None, None, None, None]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TrajectoryBuffer().add_partial(partial(0, kv_cache_ref=object()))  # in memory nothing is lost

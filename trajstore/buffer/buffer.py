@@ -87,7 +87,7 @@ class TrajectoryBuffer:
 
     def add(self, trajectory: Trajectory) -> None:
         """Adds one trajectory; see `add_batch`."""
-        self.add_batch([trajectory])
+        self._add([trajectory])
 
     def add_batch(self, trajectories: Addable) -> None:
         """Adds trajectories, all of them or none.
@@ -101,10 +101,13 @@ class TrajectoryBuffer:
             SchemaError: Arrow data does not fit the columns.
             TrajstoreError: a commit to the store failed; what was added after the one before may be lost.
         """
+        self._add(trajectories)
+
+    def _add(self, trajectories: Addable) -> None:
         refs: dict[str, Any] = {}
         batches = encoded(trajectories, refs)
         if self._writer is not None:
-            warn_cache_refs(len(refs))
+            warn_cache_refs(len(refs), stacklevel=4)  # where the verb was called
         with self._adding:
             if self._writer is not None:
                 for i, batch in enumerate(batches):
@@ -126,7 +129,7 @@ class TrajectoryBuffer:
         if not partial.can_continue(partial.continuation_count + 1):
             reason = f"a partial trajectory with status {partial.status.value!r} was not cut off"
             raise InputError(reason, hint="add(...) takes trajectories of every status")
-        self.add_batch([partial])
+        self._add([partial])
 
     def _insert(self, batch: pa.RecordBatch, refs: Mapping[str, Any], times: NDArray[Any] | int = 0) -> None:
         if len(self._apart):
