@@ -305,6 +305,35 @@ def test_the_worst_member_decides_for_its_group() -> None:
     assert len(unsized.sample(1, 0, whole_groups=True)) == 0, "even when its size was never said"
 
 
+def test_groups_by_freshness_leave_when_they_were_drawn_often_enough() -> None:
+    """Gap 0 weighs 4 times as much as gap 3, so it comes first: in 4 of 5 first draws."""
+    first: Counter[str | None] = Counter()
+    for seed in range(300):
+        buffer = TrajectoryBuffer(max_staleness=3, max_times_sampled=2, seed=seed)
+        old = [row(i, 0, group_id="old", group_size=2) for i in range(2)]
+        new = [row(9 + i, 3, group_id="new", group_size=2) for i in range(2)]
+        stale = [row(20 + i, -1 + i, group_id="stale", group_size=2) for i in range(2)]
+        buffer.add_batch([*old, *new, *stale, row(30, 3, group_id="short", group_size=2)])
+        drawn: list[str | None] = []
+        while batch := buffer.sample(1, 3, weights="freshness", whole_groups=True):
+            (group,) = {t.group_id for t in batch}
+            assert len(batch) == 2
+            drawn.append(group)
+        assert sorted(drawn, key=str) == ["new", "new", "old", "old"]
+        assert ids(buffer.get_available(3)) == ["t21", "t30"]
+        first[drawn[0]] += 1
+    assert abs(first["new"] - 240) < 35  # five standard deviations
+
+
+def test_a_group_that_lost_a_row_to_single_draws_is_not_whole() -> None:
+    buffer = TrajectoryBuffer(max_times_sampled=1)
+    buffer.add_batch(grouped({"a": 4, "b": 4}))
+    (taken,) = buffer.sample(1, 0)
+    (whole,) = {t.group_id for t in buffer.sample(9, 0, whole_groups=True)}
+    assert whole != taken.group_id
+    assert len(buffer) == 3
+
+
 def test_the_oldest_groups_leave_whole() -> None:
     buffer = TrajectoryBuffer(max_size=9)
     buffer.add_batch(grouped({"a": 4, "b": 4}))
@@ -483,6 +512,64 @@ def test_memory_comes_back_and_slots_are_counted_anew() -> None:
     assert len(buffer.sample(3, 35, whole_groups=True)) == 12
 
 
+def held_for_nothing(buffer: TrajectoryBuffer) -> int:
+    """Rows that chunks hold and the buffer does not, those of chunks about to be let go of included."""
+    chunks = [chunk for chunk in buffer._rows._chunks if chunk is not None]
+    return sum(map(len, [*chunks, *buffer._rows._emptied])) - len(buffer)
+
+
+def test_a_buffer_that_only_removes_holds_little() -> None:
+    """Whole chunks go at once but for a remainder, what is left of others at the next add."""
+    buffer = TrajectoryBuffer(max_size=10**5, max_staleness=0)
+    for version in range(11):  # a chunk each: smaller ones would be joined
+        buffer.add_batch([row(i, version) for i in range(600)])
+    for version in range(1, 11):
+        buffer.remove_stale(version)
+        waiting = sum(map(len, buffer._rows._emptied))
+        assert waiting <= len(buffer) // 8 + 1024
+    assert (len(buffer), waiting) == (600, 600)
+    buffer.add(row(10**6, 40))
+    assert buffer._rows._emptied == []
+    assert held_for_nothing(buffer) == 0
+    buffer.remove_stale(10**6)
+    buffer.clear()
+    assert (buffer._rows._chunks, buffer._rows._emptied, len(buffer._rows._held.values)) == ([], [], 0)
+    once = filled({0: 12_000}, max_size=10**5, max_times_sampled=1)
+    while len(once) > 200:
+        once.sample(100, 0)
+    once.add(row(10**6))
+    assert held_for_nothing(once) <= len(once) + len(once) // 8 + 1024
+
+
+def test_what_a_large_buffer_held_for_nothing_gives_a_small_one_no_leave() -> None:
+    buffer = TrajectoryBuffer(max_size=10**5, max_staleness=None, max_times_sampled=1)
+    buffer.add_batch([row(i) for i in range(20_000)])
+    buffer.sample(9_000, 0)
+    buffer.add(row(10**6))  # more than half of each chunk is held, so all of it stays
+    assert held_for_nothing(buffer) == 9_000
+    buffer.sample(20_000, 0)
+    for i in range(20):
+        buffer.add_batch([row(j) for j in range(1100)])
+        buffer.sample(len(buffer) - 10 - i, 0)
+        buffer.add(row(i))
+        assert held_for_nothing(buffer) <= len(buffer) + len(buffer) // 8 + 1024 + 1
+
+
+def test_rows_of_a_slice_do_not_hold_the_rest() -> None:
+    table = TrajectoryBatch([row(i, response_tokens=[3] * 100) for i in range(20_000)]).to_arrow()
+    (whole,) = table.to_batches()
+    for given, limits in ((whole.slice(7, 3), {}), (table.slice(7, 3), {}), (whole, {"max_size": 100})):
+        buffer = TrajectoryBuffer(**limits)
+        buffer.add_batch(given)
+        chunks = [chunk.batch for chunk in buffer._rows._chunks if chunk is not None]
+        assert sum(c.get_total_buffer_size() for c in chunks) < whole.nbytes / 2
+        assert (
+            buffer.get_available(0)
+            .to_arrow()
+            .equals(table.slice(7, 3) if len(buffer) == 3 else table.slice(20_000 - len(buffer)))
+        )
+
+
 # Threads
 
 
@@ -541,6 +628,28 @@ def test_waiting_for_rows() -> None:
     buffer.add(row(9, 6))
     waiting.join()
     assert found == [True]
+    with pytest.raises(InputError, match="n is 10001, and the buffer holds 10000 rows at most"):
+        buffer.wait_for(10_001, 5)
+
+
+def test_each_of_several_waiters_gets_what_it_waits_for() -> None:
+    buffer = TrajectoryBuffer(max_staleness=1)
+    found: dict[str, bool] = {}
+
+    def wait(name: str, *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.__setitem__(name, buffer.wait_for(*args)))
+        thread.start()
+        return thread
+
+    few, many = wait("few", 2, 3), wait("many", 4, 3, 60)
+    never = wait("never", 1, 9, 0.05)  # these rows are stale there
+    buffer.add_batch([row(i, 3) for i in range(2)])
+    few.join()
+    never.join()
+    assert found == {"few": True, "never": False}
+    buffer.add_batch([row(i, 3) for i in range(2, 4)])
+    many.join()
+    assert found["many"]
 
 
 def test_the_import_is_light() -> None:

@@ -21,6 +21,7 @@ import pytest
 from tests.strategies import same
 from tests.test_buffer import grouped, ids, partial, row
 from trajstore import (
+    CorruptFileError,
     InputError,
     PolicyVersion,
     QueryError,
@@ -28,7 +29,10 @@ from trajstore import (
     TrajectoryStatus,
     TrajectoryStore,
 )
+from trajstore.buffer.state import State
 from trajstore.codec import normalize
+from trajstore.store import files
+from trajstore.store.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 ABORTED = TrajectoryStatus.ABORTED
@@ -160,8 +164,14 @@ def test_objects_of_the_engine_are_left_out_warned_of_and_counted(store: Traject
             buffer.add_batch([partial(i, kv_cache_ref=i) for i in (4, 5)])
         assert len(warned) == 1
         assert buffer.get_partials_for_prompts()[-1].kv_cache_ref == 5
-    assert [s.cache_refs_left_out for s in store.history()] == [0, 2, 1, 2]
-    assert [t.kv_cache_ref for t in store.partials()] == [None, "block", None, None, None, None]
+        buffer.flush()
+        for add in (buffer.add, buffer.add_partial):
+            with pytest.warns(UserWarning, match="kv_cache_ref of 1 partial") as more:
+                add(partial(6, kv_cache_ref=6))
+            assert [w.filename for w in (*warned, *more)] == [__file__] * 2, "where the verb was called"
+            buffer.flush()
+    assert [s.cache_refs_left_out for s in store.history()] == [0, 2, 1, 2, 1, 1]
+    assert [t.kv_cache_ref for t in store.partials()] == [None, "block", None, None, None, None, None]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TrajectoryBuffer().add_partial(partial(0, kv_cache_ref=object()))  # in memory nothing is lost
@@ -253,3 +263,56 @@ def test_killed_in_the_middle(store: TrajectoryStore, tmp_path: Path) -> None:
         counts = Counter(t.id for t in store.scan().to_trajectories())
         assert set(counts.values()) == {1}
         opened.close()
+
+
+def test_two_buffers_may_save_their_state_at_once(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes last counts; what the other one added came from elsewhere, so it is in."""
+    one, two = again(store), again(store)
+    plain = Table.swap
+
+    def beaten(self: Table, *args: Any, **options: Any) -> int:
+        """The other one is first, between the look at what is there and the commit."""
+        monkeypatch.setattr(Table, "swap", plain)
+        two.flush()
+        return plain(self, *args, **options)
+
+    for number in range(3):
+        one.add(row(2 * number))
+        two.add(row(2 * number + 1))
+        monkeypatch.setattr(Table, "swap", beaten)
+        one.flush()
+        if number == 0:  # both are there; the other one's was made later
+            state = State.of(store)
+            assert state is not None
+            assert (state.writer_id, len(state.id_hashes), len(state.times_sampled)) == (two._writer_id, 1, 1)
+        with again(store) as opened:
+            assert sorted(ids(opened.get_available(0))) == [f"t{i}" for i in range(2 * number + 2)]
+    one.close()
+    two.close()
+    assert len(list((store.path / "_trajstore" / "buffer").glob("*.parquet"))) == 1
+
+
+def test_a_state_that_is_replaced_while_it_is_read_is_read_again(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with again(store) as buffer:
+        buffer.add(row(0))
+        buffer.flush()
+        plain = files.read
+
+        def late(place: Any, file: Any, schema: Any) -> Any:
+            monkeypatch.setattr(files, "read", plain)
+            buffer.sample(1, 0)
+            buffer.flush()
+            return plain(place, file, schema)
+
+        monkeypatch.setattr(files, "read", late)
+        opened = again(store)
+        assert opened._rows.times(opened._rows.all()).tolist() == [1]
+        opened.close()
+    (state,) = (store.path / "_trajstore" / "buffer").glob("*.parquet")
+    state.unlink()
+    with pytest.raises(CorruptFileError, match="is gone"):
+        again(store)

@@ -337,7 +337,7 @@ def test_sets_are_those_of_offline_and_load_with_datasets(tmp_path: Path) -> Non
     assert [(r["chosen_id"], r["rejected_id"]) for r in made["dpo"]] == [
         (f"{i}-2", f"{i}-0") for i in range(3)
     ]
-    assert json.loads((tmp_path / "dpo.meta.json").read_text())["kind"] == "dpo"
+    assert json.loads((tmp_path / ".dpo.jsonl.meta.json").read_text())["kind"] == "dpo"
     assert made["kto"]["label"][:3] == [False, True, True]
     assert made["sft"]["id"][:] == [f"{i}-2" for i in range(3)]
     with pytest.raises(InputError, match="kto needs min_reward"):

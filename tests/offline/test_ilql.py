@@ -13,7 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import InputError, LengthMismatchError, Trajectory, TrajectoryBatch, ValidationError
+from trajstore import (
+    InputError,
+    LengthMismatchError,
+    Trajectory,
+    TrajectoryBatch,
+    TrajectoryStatus,
+    ValidationError,
+)
 from trajstore.errors import SchemaError
 from trajstore.loader import TrajectoryLoader
 from trajstore.offline import ILQLDataset, ilql_dataset
@@ -250,6 +257,15 @@ def test_equal_returns_become_zero_not_noise(value: float, count: int, scale: An
     assert equal.batch().rewards.abs().max() == 0
 
 
+@pytest.mark.parametrize("scale", ["global", "group"])
+def test_returns_that_differ_by_rounding_are_equal(scale: Any) -> None:
+    """0.1 + 0.2 is 0.30000000000000004; over a deviation of 3e-17 the rewards would be near 1."""
+    equal = made(*[row(reward=value, group_id="g") for value in (0.1 + 0.2, 0.3, 0.3)], scale=scale)
+    assert equal.batch().rewards.abs().max() == 0
+    apart = made(*[row(reward=value, group_id="g") for value in (0.3 + 1e-9, 0.3, 0.3)], scale=scale)
+    assert apart.batch().rewards.abs().max() > 1
+
+
 def test_a_set_survives_parquet_with_its_provenance(tmp_path: Any) -> None:
     first = made(row(), row(terminated=False), scale="global", pad_token_id=9)
     pq.write_table(first.table, tmp_path / "set.parquet")
@@ -341,3 +357,13 @@ def test_the_loader_takes_a_set_as_it_is() -> None:
     for found, wanted in zip(loaded, expected, strict=True):
         for name, tensor in vars(wanted).items():
             assert torch.equal(getattr(found, name), tensor), name
+
+
+def test_rows_that_are_not_finished_are_left_out() -> None:
+    """Partial rollouts: the continuation is a row of its own, which holds all of it."""
+    split = {"prompt_tokens": [1], "response_tokens": [2, 3]}
+    rows = [Trajectory(id=status.value, status=status, **split) for status in TrajectoryStatus]
+    data = ilql_dataset(TrajectoryBatch(rows))
+    assert data.table["id"].to_pylist() == ["pending", "completed"]
+    assert data.report.dropped == {"not finished: aborted, failed or still generating": 3}
+    assert len(ilql_dataset(TrajectoryBatch(rows), compat="trlx")) == 5, "trlX knows no status"

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.offline.goldens import golden
-from trajstore import InputError, SchemaError, Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
+from trajstore import (
+    InputError,
+    SchemaError,
+    Trajectory,
+    TrajectoryBatch,
+    TrajectoryStatus,
+    TrajectoryStore,
+    ValidationError,
+)
 from trajstore.loader import TrajectoryLoader
 from trajstore.offline.elements import PPORLElement
 from trajstore.offline.gae import gae, kl_penalty, whiten
@@ -145,7 +153,25 @@ def test_what_an_element_needs_is_named() -> None:
     with pytest.raises(ValidationError, match="'prompt_length': the split"):
         made(row(**split, values=[0.0, 0.0]))
     data = made(row(), row(loss_mask=[0] * 5))
-    assert (len(data), data.dropped) == (1, 1)
+    assert (len(data), data.dropped) == (1, {"nothing in it is trained on": 1})
+
+
+def test_rows_that_are_not_finished_or_have_no_tokens_need_nothing() -> None:
+    bare = {"log_probs": [], "values": []}
+    text = Trajectory(id="text", prompt="q", response="a", reward=1.0)
+    cut = [row(status=TrajectoryStatus(name), **bare) for name in ("aborted", "failed", "generating")]
+    data = made(text, *cut, row(status=TrajectoryStatus.PENDING), row(loss_mask=[0] * 5, **bare))
+    assert data.dropped == {
+        "not finished: aborted, failed or still generating": 3,
+        "nothing in it is trained on": 2,
+    }
+    (element,) = data
+    assert (element.query_tensor.tolist(), element.values.tolist()) == (
+        made(row())[0].query_tensor.tolist(),
+        made(row())[0].values.tolist(),
+    )
+    with pytest.raises(ValidationError, match="trajectory 2, column 'values'"):
+        made(text, cut[0], row(values=[]))
 
 
 def test_a_log_prob_that_is_not_finite_is_an_error_or_masked_never_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStore
+from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStatus, TrajectoryStore
+from trajstore.ingest import ingest
 from trajstore.offline.preference import kto_labels, preference_pairs, sft_rows, step_labels
 
 
@@ -146,7 +148,7 @@ def test_files_say_where_they_come_from(tmp_path: Any) -> None:
     (line,) = (tmp_path / "pairs.jsonl").read_text().splitlines()
     assert json.loads(line) == table.to_pylist()[0]
     assert {"prompt": "q", "chosen": "answer b", "rejected": "answer a"}.items() <= json.loads(line).items()
-    assert json.loads((tmp_path / "pairs.meta.json").read_text()) == said
+    assert json.loads((tmp_path / ".pairs.jsonl.meta.json").read_text()) == said
     with pytest.raises(InputError, match="neither"):
         made.write(tmp_path / "pairs.csv")
 
@@ -198,7 +200,7 @@ def test_rows_with_messages_give_trl_s_conversational_form() -> None:
     rows = [
         chat("a", 0.0, say("no")),
         chat("b", 1.0, say("look"), say("found", "user"), say("yes")),
-        chat("c", 0.5, group_id=None),
+        replace(chat("c", 0.5, group_id=None), response=""),
     ]
     made = preference_pairs(TrajectoryBatch(rows))
     (pair,) = made.table.select(["prompt", "chosen", "rejected"]).to_pylist()
@@ -222,6 +224,81 @@ def test_rows_with_messages_give_trl_s_conversational_form() -> None:
     assert (len(some), some.dropped) == (2, {"no messages, or none of an assistant": 1})
     with pytest.raises(InputError, match="form is 'chat'"):
         sft_rows(mixed, min_reward=0, form="chat")  # type: ignore[arg-type]  # on purpose
+
+
+def split(*messages: dict[str, Any], **given: Any) -> Any:
+    rows = TrajectoryBatch([replace(row("a", 1.0, messages=list(messages)), **given)])
+    made = sft_rows(rows, min_reward=0, form="messages").table.to_pylist()
+    return (made[0]["prompt"], made[0]["completion"]) if made else None
+
+
+def test_messages_are_split_where_the_rows_prompt_ends() -> None:
+    """An earlier conversation is the prompt's, whoever spoke in it; the response may be of several turns."""
+    talk = [say("rules", "system"), say("hi", "user"), say("hello"), say("sum?", "user")]
+    answer = [say("let me see"), say("2", "tool"), say("two")]
+    assert split(*talk, *answer, prompt="rules\nhi\nhello\nsum?") == (talk, answer)
+    assert split(*talk, *answer, prompt="rules\nhi") == (talk[:2], [*talk[2:], *answer])
+    for other in ("", "<|im_start|>rules<|im_end|>"):  # the prompt's text is not that of the messages
+        assert split(*talk, *answer, prompt=other) == (talk[:2], [*talk[2:], *answer])
+    quiet = [say("go", "user"), say(""), say("done", "tool"), say("end")]
+    assert split(*quiet, prompt="go") == (quiet[:1], quiet[1:])
+
+
+def test_messages_of_a_prompt_only_are_answered_by_the_rows_text() -> None:
+    """As TRL's hook stores them."""
+    talk = [say("hi", "user"), say("hello"), say("sum?", "user")]
+    assert split(*talk, prompt="", response="two") == (talk, [say("two")])
+    assert split(say("hi", "user"), prompt="", response="two") == ([say("hi", "user")], [say("two")])
+    ended = [*talk, say("two"), say("###STOP###", "user")]  # the user ends it, and the answer is among them
+    assert split(*ended, prompt="", response="two") == (ended[:1], ended[1:])
+    assert split(say("hi", "user"), prompt="hi", response="") is None
+
+
+def test_pairs_come_back_as_they_were_read(tmp_path: Any) -> None:
+    talk = [say("hi", "user"), say("hello"), say("sum?", "user")]
+    pair = {"chosen": [*talk, say("two")], "rejected": [*talk, say("three")]}
+    scores = {"score_chosen": 1.0, "score_rejected": 0.0}
+    explicit = {"prompt": talk, "chosen": [say("two")], "rejected": [say("three")]}
+    for number, read in enumerate((pair, explicit)):
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(read | scores) + "\n")
+        ingest(tmp_path / "pairs.jsonl", tmp_path / f"s{number}", format="preference")
+        (made,) = preference_pairs(TrajectoryStore.open(tmp_path / f"s{number}").scan()).table.to_pylist()
+        assert (made["prompt"], made["chosen"], made["rejected"]) == (talk, [say("two")], [say("three")])
+
+
+def test_rows_that_are_not_finished_are_no_answers() -> None:
+    """A partial rollout's response is the beginning of another row's, and its reward no verdict."""
+    cut = [row(name[0], 0.0, status=TrajectoryStatus(name)) for name in ("aborted", "failed", "generating")]
+    rows = TrajectoryBatch([*cut, row("x", 1.0), row("y", 0.5, status=TrajectoryStatus.PENDING)])
+    (pair,) = preference_pairs(rows).table.to_pylist()
+    assert (pair["chosen_id"], pair["rejected_id"]) == ("x", "y")
+    for made in (preference_pairs(rows), kto_labels(rows, desirable=1), sft_rows(rows, top=1)):
+        assert made.dropped == {"not finished: aborted, failed or still generating": 3}
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sft_rows(TrajectoryBatch([row("a", 1.0)]), min_reward=0)
+    names = {".sft.jsonl.meta.json", "sft.jsonl", "sft.parquet"}
+    for name in ("sft.parquet", "sft.jsonl"):
+        made.write(tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fails(table: Any, path: Any) -> None:
+        path.write_text("half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("trajstore.offline.preference.pq.write_table", fails)
+    monkeypatch.setattr("trajstore.offline.preference.json.dumps", lambda *_, **__: 1 / 0)
+    with pytest.raises(OSError, match="no space"):
+        made.write(tmp_path / "sft.parquet")
+    with pytest.raises(ZeroDivisionError):
+        made.write(tmp_path / "sft.jsonl")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    sft_rows(TrajectoryBatch([row("b", 1.0)]), min_reward=0).write(tmp_path / "sft.jsonl")
+    assert json.loads((tmp_path / "sft.jsonl").read_text())["id"] == "b", "what was there is replaced"
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_messages_keep_their_tool_calls() -> None:
@@ -275,11 +352,18 @@ def test_datasets_loads_them(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     }
     for name, made in sets.items():
         for suffix, builder in ((".parquet", "parquet"), (".jsonl", "json")):
-            made.write(tmp_path / f"{name}{suffix}")
+            (tmp_path / f"{name}{suffix}s").mkdir()
+            made.write(tmp_path / f"{name}{suffix}s" / f"set{suffix}")
             found = datasets.load_dataset(
                 builder,
-                data_files=str(tmp_path / f"{name}{suffix}"),
+                data_dir=str(tmp_path / f"{name}{suffix}s"),  # whatever lies beside it is no rows
                 split="train",
                 cache_dir=str(tmp_path / "cache"),
             )
             assert found.to_list() == made.table.to_pylist(), name
+
+
+def test_a_trainers_length_counts_the_prompt() -> None:
+    rows = [row("a", 1.0, [5, 6, 8]), row("b", 0.0, [5, 7, 8])]  # behind a prompt of two tokens
+    for length, found in ((1, []), (3, []), (4, [("a", "b")]), (9, [("a", "b")])):
+        assert pairs(*rows, max_length=length) == found, length

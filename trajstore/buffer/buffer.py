@@ -87,7 +87,7 @@ class TrajectoryBuffer:
 
     def add(self, trajectory: Trajectory) -> None:
         """Adds one trajectory; see `add_batch`."""
-        self.add_batch([trajectory])
+        self._add([trajectory])
 
     def add_batch(self, trajectories: Addable) -> None:
         """Adds trajectories, all of them or none.
@@ -101,10 +101,13 @@ class TrajectoryBuffer:
             SchemaError: Arrow data does not fit the columns.
             TrajstoreError: a commit to the store failed; what was added after the one before may be lost.
         """
+        self._add(trajectories)
+
+    def _add(self, trajectories: Addable) -> None:
         refs: dict[str, Any] = {}
         batches = encoded(trajectories, refs)
         if self._writer is not None:
-            warn_cache_refs(len(refs))
+            warn_cache_refs(len(refs), stacklevel=4)  # where the verb was called
         with self._adding:
             if self._writer is not None:
                 for i, batch in enumerate(batches):
@@ -126,7 +129,7 @@ class TrajectoryBuffer:
         if not partial.can_continue(partial.continuation_count + 1):
             reason = f"a partial trajectory with status {partial.status.value!r} was not cut off"
             raise InputError(reason, hint="add(...) takes trajectories of every status")
-        self.add_batch([partial])
+        self._add([partial])
 
     def _insert(self, batch: pa.RecordBatch, refs: Mapping[str, Any], times: NDArray[Any] | int = 0) -> None:
         if len(self._apart):
@@ -227,7 +230,13 @@ class TrajectoryBuffer:
         return np.sort(np.concatenate([_NONE, *map(self._rows.members, codes[drawn].tolist())]))
 
     def wait_for(self, n: int, current_version: PolicyVersion | int, timeout: float | None = None) -> bool:
-        """Waits until n rows are available at a version; false when `timeout` seconds passed before."""
+        """Waits until n rows are available at a version; false when `timeout` seconds passed before.
+
+        Raises:
+            InputError: n is more than the buffer holds: no wait would end.
+        """
+        if n > self._max_size:
+            raise InputError(f"n is {n}, and the buffer holds {self._max_size} rows at most (max_size)")
         floor = self._floor(current_version)
 
         def enough() -> bool:
@@ -262,7 +271,8 @@ class TrajectoryBuffer:
     def remove_stale(self, current_version: PolicyVersion | int) -> int:
         """Removes rows whose version gap exceeds the limit and returns how many; unknown versions stay.
 
-        Memory of up to an eighth of the rows that are left, and 1024 more, comes back at the next add only.
+        Memory of up to an eighth of the rows that are left, and 1024 more, comes back at the next add only,
+        as does that of rows which were drawn for the last time from among others that stay.
         """
         with self._change:
             floor = self._floor(current_version)

@@ -31,6 +31,10 @@ _SMALL_ROWS, _SMALL_TOKENS = 1024, 1 << 16
 """Chunks below both are joined with the next one: a chunk costs some 20 kB whatever it holds."""
 
 
+_SLACK = 1 << 16
+"""Bytes that a slice may hold on to beyond its own before it is copied."""
+
+
 class Bucket:
     """The slots of one version, ascending.
 
@@ -105,6 +109,7 @@ class Rows:
         count = batch.num_rows
         if not count:
             return
+        batch = _own(batch)
         self._tidy()
         first = len(self._held.values)
         slots = np.arange(first, first + count)
@@ -277,6 +282,7 @@ class Rows:
     def _tidy(self) -> None:
         """Gives memory back once enough is held for nothing: so removing rows copies none of the others."""
         self._free()
+        self._dead_seen = min(self._dead_seen, self._dead)  # what has gone since makes no room for more
         if self._dead - self._dead_seen > self.size // 8 + 1024:
             for number, chunk in enumerate(self._chunks):
                 if chunk is not None and 2 * self._live[number] < len(chunk):
@@ -315,6 +321,13 @@ class Rows:
         self._spans = list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
         self._oldest = 0
         self.groups.renumber(self._group.values)
+
+
+def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch, copied if it is a slice of much more: its chunk would hold all of that until it goes."""
+    if batch.get_total_buffer_size() <= 2 * batch.nbytes + _SLACK:
+        return batch
+    return batch.take(pa.array(np.arange(batch.num_rows)))
 
 
 def _counted(numbers: Int64s) -> tuple[list[int], list[int]]:

@@ -34,16 +34,15 @@ def ppo(selection: Selection, path: Path) -> None:
     made = ppo_dataset(selection.scan, log_probs=selection.options.log_probs)
     columns = {"id": pa.array(made.lists.ids, pa.string())}
     columns |= {name: _lists(column) for name, column in made.lists.columns.items()}
-    dropped = {"nothing in it is trained on": made.dropped} if made.dropped else {}
     said = {
         "kind": "ppo",
         "source": repr(selection.scan),
         "snapshot": selection.scan.snapshot,
         "log_probs": selection.options.log_probs,
-        "dropped": dropped,
+        "dropped": made.dropped,
     }
     pq.write_table(pa.table(columns, metadata={METADATA_KEY: json.dumps(said)}), path)
-    _told(selection, len(made), dropped)
+    _told(selection, len(made), made.dropped)
 
 
 def dpo(selection: Selection, path: Path) -> None:

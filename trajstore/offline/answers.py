@@ -22,7 +22,7 @@ from trajstore.offline.flat import ArrowSource, Int64s
 Form = Literal["text", "messages"]
 
 NEEDED = ("id", "length", "prompt_length", "tokens", "reward", "prompt", "response")
-OPTIONAL = ("group_id", "messages")
+OPTIONAL = ("group_id", "messages", "status")
 
 NO_GROUP = "no group_id"
 NO_SPLIT = "the split into prompt and response is not known"
@@ -106,8 +106,9 @@ def answers(source: ArrowSource | pa.Table, *, form: Form | None, grouped: bool)
         rewards = batch.column("reward").to_numpy()
         said = _said(batch, form)
         groups = _texts(batch, "group_id")
+        unfinished = flat.unfinished(batch)
         for i, id in enumerate(batch.column("id").to_pylist()):
-            reason = _unusable(i, offsets, splits, said[i])
+            reason = flat.UNFINISHED if unfinished[i] else _unusable(i, offsets, splits, said[i])
             if reason is None and not np.isfinite(rewards[i]):
                 reason = NOT_FINITE
             if reason is None and grouped and groups[i] is None:
@@ -134,20 +135,35 @@ def _unusable(i: int, offsets: Int64s, splits: Int64s, said: tuple[Any, Any] | N
 
 
 def _said(batch: pa.RecordBatch, form: Form) -> list[tuple[Any, Any] | None]:
-    """Prompt and response of each row; None where its messages do not give them.
-
-    Messages are split where the assistant first speaks, as importers split their tokens.
-    """
+    """Prompt and response of each row; None where its messages do not give them."""
     if form == "text":
         # "" beside tokens is text that is not known: a trainer that wants text must not take it for one.
         prompts, responses = (_texts(batch, name) for name in ("prompt", "response"))
         return [(a or None, b or None) for a, b in zip(prompts, responses, strict=True)]
     said: list[tuple[Any, Any] | None] = []
-    for text in _texts(batch, "messages"):
-        messages = json.loads(text) if text else []
-        first = next((i for i, m in enumerate(messages) if m.get("role") == "assistant"), None)
-        said.append(None if first is None else (messages[:first], messages[first:]))
+    columns = (_texts(batch, name) for name in ("messages", "prompt", "response"))
+    for text, prompt, response in zip(*columns, strict=True):
+        said.append(_parted(json.loads(text) if text else [], prompt or "", response or ""))
     return said
+
+
+def _parted(messages: list[Any], prompt: str, response: str) -> tuple[list[Any], list[Any]] | None:
+    """Messages of the prompt and of the response; None when nothing says what the policy said.
+
+    The response begins with the assistant's message before which all text is the row's prompt: the turns of
+    an earlier conversation are the prompt's. Messages that end before the response are the prompt, too.
+    Where neither is told, the response begins where the assistant first speaks.
+    """
+    spoken = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    contents = [message.get("content") for message in messages]
+    texts = [content if isinstance(content, str) else "" for content in contents]
+    for i in spoken:
+        if "\n".join(filter(None, texts[:i])) == prompt:
+            return messages[:i], messages[i:]
+    unsaid = response and response not in [texts[i] for i in spoken]
+    if unsaid and messages and messages[-1].get("role") != "assistant":
+        return messages, [{"role": "assistant", "content": response}]
+    return (messages[: spoken[0]], messages[spoken[0] :]) if spoken else None
 
 
 def _texts(batch: pa.RecordBatch, name: str) -> list[str | None]:

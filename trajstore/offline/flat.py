@@ -21,6 +21,11 @@ Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Float64s = NDArray[np.float64]
 
+UNFINISHED = "not finished: aborted, failed or still generating"
+"""Why such a row is in no set."""
+
+_UNFINISHED = pa.array(["aborted", "failed", "generating"])
+
 BLOCK_TOKENS = 2**18
 """Tokens of a block: what fits the cache is indexed about twice as fast as what does not."""
 
@@ -166,6 +171,13 @@ def flags(batch: pa.RecordBatch, name: str) -> NDArray[np.int8]:
     if name not in batch.schema.names:
         return np.full(len(batch), -1, np.int8)
     return pc.fill_null(batch.column(name).cast(pa.int8()), -1).to_numpy()  # type: ignore[no-any-return]  # pyarrow is untyped
+
+
+def unfinished(batch: pa.RecordBatch) -> Bools:
+    """[B] rows that are aborted, failed or still generating: what they end with is no outcome."""
+    if "status" not in batch.schema.names:
+        return np.zeros(len(batch), np.bool_)
+    return np.asarray(pc.is_in(batch.column("status"), _UNFINISHED))
 
 
 def id_of(batch: pa.RecordBatch, row: int) -> str:

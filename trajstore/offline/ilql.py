@@ -33,6 +33,7 @@ OPTIONAL = (
     "attention_mask",
     "token_rewards",
     "terminated",
+    "status",
 )
 
 NO_TOKENS = "no tokens"
@@ -42,7 +43,16 @@ NO_FRONT = "starts with an action, and bos_token_id is not given"
 NOT_FINITE = "reward is not finite"
 EARLY_REWARD = "reward before the first action"
 NO_GROUP = "no group_id to scale by"
-REASONS = (NO_TOKENS, NO_ACTION, NOT_FINITE, NO_FRONT, NO_ACTION_LEFT, EARLY_REWARD, NO_GROUP)
+REASONS = (
+    flat.UNFINISHED,
+    NO_TOKENS,
+    NO_ACTION,
+    NOT_FINITE,
+    NO_FRONT,
+    NO_ACTION_LEFT,
+    EARLY_REWARD,
+    NO_GROUP,
+)
 """Why a row is left out; the first that applies is counted."""
 
 
@@ -81,7 +91,9 @@ def ilql_dataset(
     when a row has them, are the rewards: what arrives between two actions belongs to the first of them, so
     rewards per turn need no other form. Else `reward` is received for the last action. A row bootstraps from
     its last state where `terminated` is false, and where truncation took its end (and with it the reward);
-    it ends where `terminated` is true or, since nothing is bootstrapped silently, not known.
+    it ends where `terminated` is true or, since nothing is bootstrapped silently, not known. Rows that were
+    aborted, failed or are still generating are left out: their reward is not yet one, and the continuation of
+    a partial rollout is a row of its own that holds all of it.
 
     Args:
         source: a Scan, a TrajectoryBatch, or a table of stored rows.
@@ -230,6 +242,7 @@ def _block(
     started[filled] = masks.actions[kept.start[filled]] & ~kept.prefixed[filled]
     # A decoder of its own has the encoder before it, which then is empty: that is as bad.
     faults = {
+        flat.UNFINISHED: flat.unfinished(batch),
         NO_TOKENS: offsets[1:] == offsets[:-1],
         NO_ACTION: count_all == 0,
         NOT_FINITE: ~np.isfinite(earned.total),

@@ -87,19 +87,8 @@ class _Backbone:
         return module(**told)
 
 
-class CausalILQLModel(nn.Module):
-    """A causal language model with ILQL heads on its last hidden state.
-
-    Args:
-        backbone: a transformers causal model, or any module whose forward takes `input_ids` (and whichever of
-            `attention_mask`, `position_ids` and `past_key_values` it knows) and gives `(logits, hidden)`
-            or `(logits, hidden, past_key_values)`: [B, T, V] and [B, T, H].
-        hidden_size, vocab_size: of the backbone; read from the config of a transformers model.
-        two_qs, alpha: see ILQLHeads.
-
-    Raises:
-        InputError: the sizes are neither given nor to be read from the backbone.
-    """
+class _WithHeads(nn.Module):
+    """A backbone and the heads over its hidden states; see CausalILQLModel."""
 
     def __init__(
         self,
@@ -115,6 +104,25 @@ class CausalILQLModel(nn.Module):
         self._how = _Backbone(backbone)
         sizes = _sizes(backbone, hidden_size, vocab_size)
         self.ilql_heads = ILQLHeads(*sizes, two_qs=two_qs, alpha=alpha)
+
+    def sync_target_q_heads(self) -> None:
+        """See ILQLHeads."""
+        self.ilql_heads.sync_target_q_heads()
+
+
+class CausalILQLModel(_WithHeads):
+    """A causal language model with ILQL heads on its last hidden state.
+
+    Args:
+        backbone: a transformers causal model, or any module whose forward takes `input_ids` (and whichever of
+            `attention_mask`, `position_ids` and `past_key_values` it knows) and gives `(logits, hidden)`
+            or `(logits, hidden, past_key_values)`: [B, T, V] and [B, T, H].
+        hidden_size, vocab_size: of the backbone; read from the config of a transformers model.
+        two_qs, alpha: see ILQLHeads.
+
+    Raises:
+        InputError: the sizes are neither given nor to be read from the backbone.
+    """
 
     def forward(
         self,
@@ -143,12 +151,8 @@ class CausalILQLModel(nn.Module):
         qs, targets, value = self.ilql_heads(hidden_states[-1], states_ixs, actions_ixs)
         return CausalILQLOutput(logits, past, hidden_states, value, qs, targets)
 
-    def sync_target_q_heads(self) -> None:
-        """See ILQLHeads."""
-        self.ilql_heads.sync_target_q_heads()
 
-
-class Seq2SeqILQLModel(nn.Module):
+class Seq2SeqILQLModel(_WithHeads):
     """An encoder-decoder with ILQL heads on the decoder's last hidden state.
 
     Args:
@@ -160,21 +164,6 @@ class Seq2SeqILQLModel(nn.Module):
     Raises:
         InputError: the sizes are neither given nor to be read from the backbone.
     """
-
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        hidden_size: int | None = None,
-        vocab_size: int | None = None,
-        two_qs: bool = True,
-        alpha: float = 0.001,
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self._how = _Backbone(backbone)
-        sizes = _sizes(backbone, hidden_size, vocab_size)
-        self.ilql_heads = ILQLHeads(*sizes, two_qs=two_qs, alpha=alpha)
 
     def forward(
         self,
@@ -205,10 +194,6 @@ class Seq2SeqILQLModel(nn.Module):
             encoded = (out.encoder_last_hidden_state,)
         qs, targets, value = self.ilql_heads(hidden_states[-1], states_ixs, actions_ixs)
         return Seq2SeqILQLOutput(logits, past, hidden_states, value, qs, targets, encoded)
-
-    def sync_target_q_heads(self) -> None:
-        """See ILQLHeads."""
-        self.ilql_heads.sync_target_q_heads()
 
 
 def _sizes(backbone: nn.Module, hidden_size: int | None, vocab_size: int | None) -> tuple[int, int]:

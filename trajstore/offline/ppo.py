@@ -5,6 +5,7 @@ Axis letters: B rows, Q and R tokens of query and response, T tokens of a row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -18,19 +19,37 @@ from trajstore.errors import InputError, ValidationError
 from trajstore.layouts import Lists, Options, Ragged
 from trajstore.offline import flat
 from trajstore.offline.elements import PPORLBatch, PPORLElement
-from trajstore.offline.flat import ArrowSource, Bools, Int64s
-from trajstore.offline.gae import gae, kl_penalty
+from trajstore.offline.flat import ArrowSource, Int64s
+from trajstore.offline.gae import gae
+from trajstore.offline.ppo_columns import (
+    LogProbs,
+    any_token,
+    log_probs_of,
+    penalties_of,
+    refuse,
+    rewards_of,
+    values_of,
+)
 from trajstore.trajectory import Trajectory, TrajectoryStatus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LogProbs = Literal["trainer", "behavior"]
 NotFinite = Literal["error", "mask"]
 Side = Literal["left", "right"]
 
 NEEDED = ("id", "id_hash", "length", "prompt_length", "tokens", "reward")
-OPTIONAL = ("loss_mask", "action_mask", "log_probs", "behavior_log_probs", "values", "token_rewards")
+OPTIONAL = (
+    "loss_mask",
+    "action_mask",
+    "log_probs",
+    "behavior_log_probs",
+    "values",
+    "token_rewards",
+    "status",
+)
+
+NOTHING_TRAINED = "nothing in it is trained on"
 
 _ENDS = ("terminated", "bootstrap_value")
 
@@ -44,12 +63,12 @@ class PPODataset:
 
     Attributes:
         lists: the rows; columns are the fields of PPORLBatch, `response_masks` only if a token is masked.
-        dropped: rows left out because nothing in them is trained on.
+        dropped: rows left out, by reason.
         zero_log_probs: trained tokens whose log-prob is exactly 0.0, which an engine hardly ever gives.
     """
 
     lists: Lists
-    dropped: int
+    dropped: dict[str, int]
     zero_log_probs: int
 
     def __len__(self) -> int:
@@ -89,7 +108,8 @@ def ppo_dataset(
 
     Rewards are `token_rewards`, else `reward` at the last trained token; with a reference the KL penalty is
     added to them on trained tokens. A response with tokens that are not trained on (tool output between two
-    turns) has them in `response_tensor`, and its mask rides along.
+    turns) has them in `response_tensor`, and its mask rides along. Left out are rows that are not finished
+    (aborted, failed, generating) and rows of which nothing is trained on, text without tokens among them.
 
     Args:
         source: a Scan, a TrajectoryBatch, or a table of stored rows.
@@ -110,8 +130,11 @@ def ppo_dataset(
     table = flat.read(source, (*NEEDED, *([reference] if reference else [])), OPTIONAL)
     options = _Options(log_probs, reference, kl_coefficient, not_finite)
     parts, seen = [], 0
+    dropped: Counter[str] = Counter()
     for batch in flat.blocks(table):
-        parts.append(_part(batch, seen, options))
+        part = _part(batch, seen, options)
+        parts.append(part)
+        dropped.update(part.dropped)
         seen += len(batch)
     columns = {name: _joined([part.columns[name] for part in parts], name) for name in _TENSORS}
     if all(chunk.all() for chunk in columns["response_masks"].chunks):
@@ -119,7 +142,7 @@ def ppo_dataset(
     lengths = columns["query_tensors"].length + columns["response_tensors"].length
     keys = np.concatenate([np.zeros(0, np.int64), *(part.keys for part in parts)])
     lists = _lists([id for part in parts for id in part.ids], lengths, keys, columns)
-    return PPODataset(lists, seen - len(lengths), sum(part.zeros for part in parts))
+    return PPODataset(lists, dict(+dropped), sum(part.zeros for part in parts))
 
 
 @dataclass(frozen=True)
@@ -136,60 +159,60 @@ class _Part:
     ids: list[str]
     keys: Int64s
     zeros: int
+    dropped: dict[str, int]
 
 
 def _part(batch: pa.RecordBatch, first_row: int, options: _Options) -> _Part:
     tokens, offsets = flat.offsets_of(batch)
+    lengths = np.diff(offsets)
+    finished = ~flat.unfinished(batch)
     prompts = flat.integers(batch, "prompt_length", -1)
-    _refuse(
+    refuse(
         batch,
         first_row,
         "prompt_length",
-        prompts < 0,
+        finished & (prompts < 0) & (lengths > 0),
         "the split into prompt and response is not known",
         "store the row with prompt_length and response_length",
     )
-    log_probs = _log_probs(batch, offsets, first_row, options.log_probs)
-    values = _values(batch, first_row)
-    responses = np.diff(offsets) - prompts
+    prompts = np.where(finished, prompts.clip(0, lengths), lengths)
+    responses = lengths - prompts
     response = np.zeros(len(tokens), np.bool_)
     response[flat.ranges(offsets[:-1] + prompts, responses)] = True
     mask = flat.masks(batch, offsets, first_row).trained & response
+    wanted = any_token(mask, offsets)
+    log_probs = log_probs_of(batch, offsets, first_row, options.log_probs, wanted)
+    values = values_of(batch, offsets, first_row, wanted)
     broken = mask & ~np.isfinite(log_probs)
     if options.not_finite == "error":
-        _refuse(
+        refuse(
             batch,
             first_row,
             "log_probs",
-            _any(broken, offsets),
+            any_token(broken, offsets),
             "the log-prob of a trained token is not finite",
             'pass not_finite="mask" to leave such tokens out of the loss',
         )
     mask = mask & ~broken
-    trained = _any(mask, offsets)
-    rewards = _rewards(batch, offsets, mask, trained)
+    trained = any_token(mask, offsets)
+    rewards = rewards_of(batch, offsets, mask, trained)
     if options.reference is not None:
-        penalty = _penalty(batch, log_probs, first_row, options)
+        penalty = penalties_of(
+            batch, offsets, log_probs, first_row, options.reference, options.kl_coefficient, wanted
+        )
         rewards = rewards + np.where(mask, penalty, np.float32(0))
     kept = np.flatnonzero(trained)
-    starts, lengths = (offsets[:-1] + prompts)[kept], responses[kept]
-    at = flat.ranges(starts, lengths)
+    at = flat.ranges((offsets[:-1] + prompts)[kept], responses[kept])
     sources = (tokens, log_probs, values, rewards, mask.view(np.int8))
-    columns = {name: (x[at], lengths) for name, x in zip(_TENSORS[1:], sources, strict=True)}
+    columns = {name: (x[at], responses[kept]) for name, x in zip(_TENSORS[1:], sources, strict=True)}
     columns["query_tensors"] = (tokens[flat.ranges(offsets[:-1][kept], prompts[kept])], prompts[kept])
     return _Part(
         columns,
         batch.column("id").take(pa.array(kept)).to_pylist(),
         batch.column("id_hash").to_numpy()[kept],
         int((mask & (log_probs == 0)).sum()),
+        {flat.UNFINISHED: int((~finished).sum()), NOTHING_TRAINED: int((finished & ~trained).sum())},
     )
-
-
-def _values(batch: pa.RecordBatch, first_row: int) -> NDArray[Any]:
-    hint = "write them with store.maintenance.update"
-    _refuse(batch, first_row, "values", ~flat.present(batch, "values"), "the row has no values", hint)
-    values: NDArray[Any] = batch.column("values").flatten().to_numpy()
-    return values
 
 
 def collate(
@@ -302,16 +325,16 @@ def recompute(
         SchemaError: the reference column is not there.
         ValidationError: a row has no values, or is cut off and has no bootstrap_value.
     """
-    options = _Options(log_probs, reference, kl_coefficient, "error")
     table = flat.read(source, (*NEEDED, *([reference] if reference else [])), (*OPTIONAL, *_ENDS))
     names = ("advantages", "returns", *(["kl_penalty"] if reference else []))
     out, seen = [pa.table({"id": pa.array([], pa.string()), **dict.fromkeys(names, _EMPTY)})], 0
     for batch in flat.blocks(table):
         tokens, offsets = flat.offsets_of(batch)
         mask = flat.masks(batch, offsets, seen).trained
-        values = _values(batch, seen)
+        every = np.ones(len(batch), np.bool_)
+        values = values_of(batch, offsets, seen, every)
         cut_off = flat.flags(batch, "terminated") == 0
-        _refuse(
+        refuse(
             batch,
             seen,
             "bootstrap_value",
@@ -324,10 +347,11 @@ def recompute(
             bootstrap[cut_off] = batch.column("bootstrap_value").to_numpy(zero_copy_only=False)[cut_off]
         at = np.flatnonzero(mask)
         rows = np.searchsorted(at, offsets)
-        rewards = _rewards(batch, offsets, mask, np.diff(rows) > 0)[at]
+        rewards = rewards_of(batch, offsets, mask, np.diff(rows) > 0)[at]
         penalty: list[NDArray[Any]] = []
         if reference is not None:
-            penalty = [_penalty(batch, _log_probs(batch, offsets, seen, log_probs), seen, options)[at]]
+            known = log_probs_of(batch, offsets, seen, log_probs, every)
+            penalty = [penalties_of(batch, offsets, known, seen, reference, kl_coefficient, every)[at]]
             rewards = rewards + penalty[0]
         made = [*gae(rewards, values[at], rows, bootstrap, gamma=gamma, lam=lam), *penalty]
         columns = {"id": batch.column("id")}
@@ -341,49 +365,6 @@ def recompute(
 
 
 _EMPTY = flat.lists(np.zeros(0, np.float32), np.zeros(0, np.int64))
-
-
-def _rewards(batch: pa.RecordBatch, offsets: Int64s, mask: Bools, trained: Bools) -> NDArray[np.float32]:
-    scalar = np.zeros(len(mask), np.float32)
-    at = np.flatnonzero(mask)
-    ends = np.searchsorted(at, offsets[1:])
-    scalar[at[ends[trained] - 1]] = batch.column("reward").to_numpy()[trained]
-    return flat.token_column(batch, "token_rewards", offsets, scalar)
-
-
-def _log_probs(batch: pa.RecordBatch, offsets: Int64s, first_row: int, which: LogProbs) -> NDArray[Any]:
-    nan = np.full(int(offsets[-1]), np.nan, np.float32)
-    has = flat.present(batch, "log_probs")
-    hint = "have the trainer write log_probs"
-    if which == "behavior":
-        has = has | flat.present(batch, "behavior_log_probs")
-        nan = flat.token_column(batch, "behavior_log_probs", offsets, nan)
-    else:
-        hint += ', or pass log_probs="behavior" to take the engine\'s'
-    _refuse(batch, first_row, "log_probs", ~has, "the row has no log-probs", hint)
-    return flat.token_column(batch, "log_probs", offsets, nan)
-
-
-def _penalty(
-    batch: pa.RecordBatch, log_probs: NDArray[Any], first_row: int, options: _Options
-) -> NDArray[np.float32]:
-    name = options.reference or ""
-    _refuse(batch, first_row, name, ~flat.present(batch, name), "the row does not have it")
-    return kl_penalty(log_probs, batch.column(name).flatten().to_numpy(), options.kl_coefficient)
-
-
-def _any(mask: Bools, offsets: Int64s) -> Bools:
-    counted = np.concatenate([[0], np.cumsum(mask)])
-    some: Bools = counted[offsets[1:]] > counted[offsets[:-1]]
-    return some
-
-
-def _refuse(
-    batch: pa.RecordBatch, first_row: int, column: str, bad: Bools, reason: str, hint: str | None = None
-) -> None:
-    if bad.any():
-        i = int(bad.argmax())
-        raise ValidationError(reason, row=first_row + i, id=flat.id_of(batch, i), column=column, hint=hint)
 
 
 def _joined(parts: Sequence[tuple[NDArray[Any], Int64s]], name: str) -> Ragged:

@@ -8,8 +8,10 @@ counts in its metadata, the ids of its rows in columns.
 from __future__ import annotations
 
 import json
+import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -55,7 +57,11 @@ class PreferenceSet:
         return int(self.table.num_rows)
 
     def write(self, path: str | Path) -> None:
-        """Writes Parquet, or JSON lines when the name ends with .jsonl (its provenance then lies beside it).
+        """Writes Parquet, or JSON lines when the name ends with .jsonl; what was there is replaced at once.
+
+        JSON lines have no metadata: their provenance lies beside them, for `pairs.jsonl` in
+        `.pairs.jsonl.meta.json`. The name is hidden since `datasets`, given the folder, would take any other
+        file for rows.
 
         Raises:
             InputError: the name ends with neither .parquet nor .jsonl.
@@ -63,13 +69,27 @@ class PreferenceSet:
         path = Path(path)
         said = self.table.schema.metadata[METADATA_KEY].decode()
         if path.suffix == ".parquet":
-            pq.write_table(self.table, path)
+            with _aside(path) as aside:
+                pq.write_table(self.table, aside)
         elif path.suffix == ".jsonl":
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.table.to_pylist())
-            path.write_text("".join(lines), encoding="utf-8")
-            path.with_suffix(".meta.json").write_text(said + "\n", encoding="utf-8")
+            beside = path.with_name(f".{path.name}.meta.json")
+            with _aside(path) as aside, _aside(beside) as aside_too:
+                aside.write_text("".join(lines), encoding="utf-8", newline="\n")
+                aside_too.write_text(said + "\n", encoding="utf-8", newline="\n")
         else:
             raise InputError(f"{path.name} ends with neither .parquet nor .jsonl")
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes its name when it is whole; nothing is left when that fails."""
+    aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}.writing")
+    try:
+        yield aside
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def preference_pairs(
@@ -94,9 +114,10 @@ def preference_pairs(
         max_length: tokens of prompt and response that a trainer keeps; pairs that are the same up to there
             carry no signal and are left out. The set itself is not cut.
         length_ratio: a pair's longer response is at most so many times as long as the shorter one.
-        form: "text" gives strings (null where a row has tokens only), "messages" lists of chat messages, the
-            prompt being what stands before the assistant's first one; None = "messages" when every row has
-            them.
+        form: "text" gives strings (null where a row has tokens only), "messages" lists of chat messages;
+            None = "messages" when every row has them. The response is all that came after the prompt, of
+            several turns too: answers to one prompt differ from the first of them on. The environment's
+            messages between them are in it, for the trainer's chat template to mask.
 
     Raises:
         InputError: an option is unknown or out of range.

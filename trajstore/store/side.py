@@ -14,9 +14,16 @@ from typing import Any
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trajstore.errors import ConflictError, StoreExistsError, TrajstoreError, is_refusal
+from trajstore.errors import (
+    ConflictError,
+    CorruptFileError,
+    StoreExistsError,
+    TrajstoreError,
+    is_refusal,
+)
 from trajstore.schema import list_of
 from trajstore.store import files
+from trajstore.store.datafile import DataFile, LogFile
 from trajstore.store.files import FileWriter, storage_errors
 from trajstore.store.place import Place
 from trajstore.store.table import Table
@@ -141,7 +148,7 @@ def recorded(store: Place) -> pa.Table:
 
 
 def save_buffer(store: Place, note: str, id_hashes: NDArray[Any], times_sampled: NDArray[Any]) -> None:
-    """Puts a buffer's state in the place of the one before.
+    """Puts a buffer's state in the place of the one before, another buffer's too: the last one counts.
 
     Args:
         store: where the store is.
@@ -158,19 +165,51 @@ def save_buffer(store: Place, note: str, id_hashes: NDArray[Any], times_sampled:
     with FileWriter(place, BUFFER) as writer:
         writer.write(pa.record_batch(columns, schema=BUFFER))
         file = writer.close()
-    old = table.files()
-    table.swap(old, [file], operation="buffer")
+    try:
+        old = _replaced(table, file)
+    except TrajstoreError as error:
+        if is_refusal(error):
+            place.discard(file.name)
+        raise
     for gone in old:
         place.discard(gone.name)
 
 
+def _replaced(table: Table, file: DataFile) -> list[LogFile]:
+    """Puts a file in the place of all that are there, however often another process does so first."""
+    while True:
+        old = table.files()
+        try:
+            table.swap(old, [file], operation="buffer")
+        except ConflictError:
+            table.refresh()
+            if _names(table) == {gone.name for gone in old}:  # it was not that
+                raise
+        else:
+            return old
+
+
+def _names(table: Table) -> set[str]:
+    return {file.name for file in table.files()}
+
+
 def buffer_state(store: Place) -> tuple[str, NDArray[Any], NDArray[Any]] | None:
     """Note, id hashes and counts of the state saved last; None when there is none."""
-    found = _read(store, "buffer", BUFFER)
-    if not found.num_rows:
-        return None
-    hashes, times = (found[name].combine_chunks().flatten().to_numpy() for name in BUFFER.names[2:])
-    return found["note"][0].as_py(), hashes, times
+    while True:
+        before = _place(store, "buffer")
+        names = _names(Table.open(before)) if before.is_table() else set()
+        try:
+            found = _read(store, "buffer", BUFFER)
+        except CorruptFileError:
+            if _names(Table.open(before)) == names:
+                raise
+            continue  # another one has taken its place meanwhile
+        if not found.num_rows:
+            return None
+        # Two buffers that both saved their first state leave two.
+        (last,) = found.sort_by([("saved_at", "descending")]).slice(0, 1).to_batches()
+        hashes, times = (last.column(name).flatten().to_numpy() for name in BUFFER.names[2:])
+        return last.column("note")[0].as_py(), hashes, times
 
 
 def kept_snapshots(store: Place) -> set[int]:
