@@ -331,7 +331,7 @@ def test_a_killed_import_is_continued(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == -signal.SIGKILL
     before = TrajectoryStore.open(store).count() if store.exists() else 0
     assert before == (rows - 1) // 10 * 10
-    assert len(list(tmp_path.glob(".s-*.importing*"))) == (0 if before else 2)
+    assert len(list(tmp_path.glob(".s-*.making*"))) == (0 if before else 2)
     monkeypatch.setattr("trajstore.ingest.COMMIT_ROWS", 10)
     report = ingest(path, store)
     assert report.commit.rows == 35 - before

@@ -61,6 +61,23 @@ def test_replay_writes_lines_that_import_again(run: Run, tmp_path: Path) -> None
     assert ids(run("replay", "again", "--by", "ingest")[1]) == ["c", "a"]
 
 
+def test_a_replay_that_breaks_off_leaves_no_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def write(row: Trajectory) -> str:
+        if written:
+            raise KeyboardInterrupt
+        written.append(row.id)
+        return "{}"
+
+    monkeypatch.setattr("trajstore.cli.outward.write_line", write)
+    assert run("replay", "air", "-o", "all.jsonl")[0] == 130
+    assert written
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["air"]
+
+
 def test_export_says_what_it_made_and_what_has_no_place(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("export", "air", "out/8.jsonl", "--as", "verl", "--where", "reward > 0")
     assert code == 0

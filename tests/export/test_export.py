@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from trajstore.codec import normalize
 from trajstore.export import FORMATS, SetOptions, export
 from trajstore.ingest import ingest
 from trajstore.schema import BY_NAME, Column, list_of
+from trajstore.store import disk
 
 
 def store_of(path: Path, rows: list[Trajectory], **options: Any) -> TrajectoryStore:
@@ -373,6 +377,51 @@ def test_one_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             export(scan, tmp_path / "out", format, report=stop)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
+
+
+KILLED = """
+import os, signal, sys
+from trajstore import TrajectoryStore
+from trajstore.export import export
+def stop(done, total):
+    if done:
+        os.kill(os.getpid(), signal.SIGKILL)
+export(TrajectoryStore.open(sys.argv[1]).scan(), sys.argv[2], sys.argv[3], report=stop)
+"""
+
+
+@pytest.mark.parametrize("format", ["jsonl", "hf"])
+def test_one_that_was_killed_leaves_no_half_and_the_next_sweeps_it(tmp_path: Path, format: str) -> None:
+    scan = store_of(tmp_path / "s", [rollout(i) for i in range(3)]).scan()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "s"), str(tmp_path / "out"), format]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.glob(".out-*"))) == 2
+    assert export(scan, tmp_path / "out", format).rows == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "s"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_export_is_synced_before_it_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    done: list[tuple[str, str]] = []
+    real = disk.sync
+    monkeypatch.setattr(disk, "sync", lambda path: (done.append(("sync", path.name)), real(path)))
+    move = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: (done.append(("move", path.name)), move(path, to))[1]
+    )
+    name = "out.parquet" if FORMATS[format].holds is None else "out"
+    rows = [rollout(i, id=f"r{i}", group_id="g", reward=float(i), values=[0.5] * (5 + i)) for i in range(2)]
+    scan = store_of(tmp_path / "s", rows).scan()
+    done.clear()
+    made = export(scan, tmp_path / name, format, options=SetOptions(min_reward=0.5, log_probs="behavior"))
+    assert made.files
+    synced = [what for kind, what in done[: done.index(("move", name))] if kind == "sync"]
+    files = [made.path] if made.path.is_file() else [p for p in made.path.rglob("*") if p.is_file()]
+    assert sorted(p.name for p in files) == sorted(n for n in synced if n in {p.name for p in files})
+    assert done[-1] == ("sync", tmp_path.name)
 
 
 def test_an_empty_selection_is_an_empty_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
@@ -17,6 +18,7 @@ from trajstore.cli.maintain import reference
 from trajstore.errors import QueryError, StoreExistsError
 from trajstore.importers.trajstore_jsonl import write_line
 from trajstore.store import TrajectoryStore
+from trajstore.store.aside import made_aside, sweep_aside
 
 
 class Pairing(StrEnum):
@@ -157,10 +159,9 @@ def replay(
             sys.stdout.writelines(write_line(row) + "\n" for row in batch)
         sys.stdout.flush()
         return
-    try:
-        file = out.open("x", encoding="utf-8", newline="\n")
-    except FileExistsError as error:
-        raise StoreExistsError(f"{out} exists", hint="choose another file") from error
-    with file:
+    if os.path.lexists(out):
+        raise StoreExistsError(f"{out} exists", hint="choose another file")
+    sweep_aside(out.absolute())
+    with made_aside(out.absolute()) as aside, aside.open("x", encoding="utf-8", newline="\n") as file:
         for batch in batches:
             file.writelines(write_line(row) + "\n" for row in batch)
