@@ -245,6 +245,53 @@ def test_trl_completions_import_again(tmp_path: Path) -> None:
     assert after[0].group_id == after[1].group_id != after[2].group_id
 
 
+FIXTURES = Path(__file__).parents[1] / "formats"
+
+
+def test_trl_keeps_a_column_for_each_reward_function(tmp_path: Path) -> None:
+    ingest(FIXTURES / "trl", tmp_path / "s")
+    store = TrajectoryStore.open(tmp_path / "s")
+    out = tmp_path / "completions_00008.parquet"
+    done = export(store.scan(), out, "trl")
+    written = pq.read_table(FIXTURES / "trl/completions/completions_00008.parquet").to_pydict()
+    made = pq.read_table(out).to_pydict()
+    assert {name: made[name] for name in written} == written
+    assert list(made) == [*written, "id"]
+    before = store.scan().to_trajectories()
+    for old, new in zip(before, again(out, tmp_path / "again"), strict=True):
+        assert new.reward == old.reward
+        assert {**new.metadata, "id": ""} == {**old.metadata, "id": ""}
+    assert "metadata" not in done.left_behind
+
+
+def test_trl_rewards_that_are_not_summed_stay_one(tmp_path: Path) -> None:
+    named = [
+        {"a": 1.0, "b": 0.5},  # their sum
+        {"a": 1.0, "b": math.nan},  # b gave nothing
+        {"a": 1.0, "b": 0.5},  # weighted
+        {"c": 2, "prompt": 1.0},  # a name that is taken
+        {"a": "good"},
+        {"reward": 3.0},
+        None,
+    ]
+    rewards = [1.5, 1.0, 1.25, 3.0, 7.0, 3.0, 0.25]
+    rows = [
+        rollout(i, reward=reward, metadata={"step": 8, "rewards": one} if one else None)
+        for i, (one, reward) in enumerate(zip(named, rewards, strict=True))
+    ]
+    out = tmp_path / "completions_00008.parquet"
+    done = export(store_of(tmp_path / "s", rows).scan(), out, "trl")
+    table = pq.read_table(out)
+    assert table.schema.names[3:-2] == ["a", "b", "reward"]
+    assert table["reward"].to_pylist() == [None, None, 1.25, 3.0, 7.0, 3.0, 0.25]
+    assert table["a"].to_pylist() == [1.0, 1.0, *[None] * 5]
+    assert done.left_behind["metadata"] == 3
+    after = again(out, tmp_path / "again", "trl")
+    assert [row.reward for row in after] == rewards
+    assert after[0].metadata["rewards"] == named[0]
+    assert same(after[1].metadata["rewards"], named[1])
+
+
 @pytest.mark.parametrize("format", ["verl", "trl"])
 def test_tokens_without_text_are_no_text(tmp_path: Path, format: str) -> None:
     store = store_of(tmp_path / "s", [rollout(0), rollout(1, prompt="", response="")])
