@@ -57,6 +57,9 @@ def test_replay_writes_lines_that_import_again(run: Run, tmp_path: Path) -> None
     code, _, err = run("replay", "air", "--step", "6")
     assert (code, "no step 6" in err) == (2, True)
     assert run("replay", "air", "--step", "5", "--where", "reward > 0")[0] == 2
+    code, _, err = run("replay", "air", "--step", "5", "--by", "ingest")
+    assert (code, "--by does not go with --step" in err) == (2, True)
+    assert ids(run("replay", "air")[1]) == ["b", "c", "a"]
     assert run("import", "step.jsonl", "again")[0] == 0
     assert ids(run("replay", "again", "--by", "ingest")[1]) == ["c", "a"]
 

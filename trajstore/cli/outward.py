@@ -130,8 +130,9 @@ def export(
 def replay(
     store: Store,
     by: Annotated[
-        Order, typer.Option("--by", help="Policy version, order of arrival, or recorded training step.")
-    ] = Order.version,
+        Order | None,
+        typer.Option("--by", help="Policy version (the default), order of arrival, or training step."),
+    ] = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", help="Only what this training step was given.")
     ] = None,
@@ -149,11 +150,12 @@ def replay(
     opened = _open(store, snapshot)
     batches: Iterable[TrajectoryBatch]
     if step is not None:
-        if where is not None:
-            raise QueryError("--where does not go with --step: it gives what was trained on, exactly")
+        if where is not None or by is not None:
+            wrong = "--where" if where is not None else "--by"
+            raise QueryError(f"{wrong} does not go with --step: it gives what was trained on, exactly")
         batches = [run_again(opened, step=step)]
     else:
-        batches = (moment.batch for moment in run_again(opened, by=by.value, where=where))
+        batches = (moment.batch for moment in run_again(opened, by=(by or Order.version).value, where=where))
     if out is None:
         for batch in batches:
             sys.stdout.writelines(write_line(row) + "\n" for row in batch)

@@ -87,6 +87,7 @@ def import_files(
                 "files": [vars(file) for file in done.files],
                 "left_out": [{"name": n, "reason": r} for n, r in done.left_out],
                 "not_finite": commit.not_finite,
+                "no_reward_at": done.no_reward_at,
                 "seconds": round(seconds, 3),
             }
         )
@@ -127,7 +128,8 @@ def _tell(done: ingesting.ImportReport, store: str, seconds: float, *, told: boo
     if not done.tokens and commit.rows:
         out.print("no tokens: the file holds text only; give --tokenizer FILE to make token ids")
     for name, rows in commit.not_finite.items():
-        out.print(f"{name}: {rows:,} rows hold NaN or an infinity", markup=False)
+        first = f", the first is {done.no_reward_at[0]}" if name == "reward" and done.no_reward_at else ""
+        out.print(f"{name}: {rows:,} rows hold NaN or an infinity{first}", markup=False)
     if done.refused:
         one = "record" if len(done.refused) == 1 else "records"
         place = f" in {store}" if set_aside else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -29,6 +30,8 @@ AUTO = "auto"
 
 COMMIT_ROWS = 1 << 16
 COMMIT_TOKENS = 1 << 27
+NAMED = 10
+"""Rows without a reward that are named."""
 _APPENDED: dict[OnBadRecord, OnError] = {"stop": "raise", "skip": "skip", "quarantine": "quarantine"}
 
 
@@ -75,6 +78,7 @@ class ImportReport:
         created: whether the import made the store.
         files: each file that was read.
         left_out: files of a folder that were not, with the reason.
+        no_reward_at: where the first rows stand whose reward is not known (NaN) or infinite.
         found_in: whether some of it was in the store before.
     """
 
@@ -84,6 +88,7 @@ class ImportReport:
     created: bool = False
     files: list[FileReport] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    no_reward_at: list[str] = field(default_factory=list)
     found_in: bool = False
 
     @property
@@ -225,7 +230,8 @@ def _import(
     before = done.commit.rows
     items = _guarded(importers.open_importer(format)(file.path, options), file.path, options)
     batch_no, all_in, base = 0, True, asked.progress.bytes_read
-    while (batch := _Batch(items, asked, base, file.path.stat().st_size)).more:
+    size = file.path.stat().st_size
+    while (batch := _Batch(items, asked, base, size, done.no_reward_at)).more:
         try:
             commit = _append(batch, writer, batch_no, asked)
         except ImportFormatError as error:
@@ -237,7 +243,7 @@ def _import(
         asked.refusals.set_aside()
         batch_no += 1
     asked.refusals.set_aside()
-    asked.progress.bytes_read = base + file.path.stat().st_size
+    asked.progress.bytes_read = base + size
     asked.progress.files += 1
     rows = done.commit.rows - before
     done.files.append(FileReport(file.name, format, why, rows, batch_no, all_in and batch_no > 0))
@@ -259,10 +265,12 @@ class _Batch:
         places: where each row given out so far stands in the file.
     """
 
-    def __init__(self, items: Iterator[Imported], asked: _Asked, base: int, size: int) -> None:
+    def __init__(
+        self, items: Iterator[Imported], asked: _Asked, base: int, size: int, no_reward: list[str]
+    ) -> None:
         self.places: list[str] = []
         self.more = True
-        self._asked = asked
+        self._asked, self._no_reward = asked, no_reward
         self._base, self._size = base, size
         try:
             self._items = chain([next(items)], items)
@@ -279,6 +287,8 @@ class _Batch:
             length = item.trajectory.total_length
             tokens += length
             progress.rows += 1
+            if len(self._no_reward) < NAMED and _is_wild(item.trajectory.reward):
+                self._no_reward.append(item.where)
             progress.tokens += length
             progress.bytes_read = self._base + min(item.bytes_read, self._size)
             self._asked.report(progress)
@@ -306,6 +316,10 @@ def _append(batch: _Batch, writer: str, batch_no: int, asked: _Asked) -> Commit:
         return asked.target.fill(append)
     except ValidationError as error:
         raise _placed(error, batch.places) from error
+
+
+def _is_wild(reward: object) -> bool:
+    return isinstance(reward, float) and not math.isfinite(reward)
 
 
 def _with(commit: Commit, *, snapshot: int) -> Commit:
