@@ -115,14 +115,16 @@ def test_hf_loads_with_datasets_and_keeps_columns_of_ones_own(tmp_path: Path) ->
 
 
 def test_shards_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.export.hf.SHARD_TOKENS", 5000)
-    store = store_of(tmp_path / "s", [rollout(i) for i in range(3000)])
+    monkeypatch.setattr("trajstore.export.hf.SHARD_TOKENS", 8000)  # of six thousand a batch: two are full
+    store = store_of(tmp_path / "s", [rollout(i) for i in range(5000)])
     seen: list[tuple[int, int]] = []
     done = export(store.scan(), tmp_path / "hf", "hf", report=lambda n, total: seen.append((n, total)))
     assert done.files == 3
-    assert seen == [(0, 3000), (1024, 3000), (2048, 3000), (3000, 3000)]
-    read = pa.concat_tables(pq.read_table(p) for p in sorted((tmp_path / "hf" / "data").iterdir()))
-    assert read["id"].to_pylist() == [f"row-{i}" for i in range(3000)]
+    assert seen == [(min(n, 5000), 5000) for n in range(0, 6000, 1024)]
+    shards = [pq.read_table(p) for p in sorted((tmp_path / "hf" / "data").iterdir())]
+    assert [len(shard) for shard in shards] == [2048, 2048, 904]
+    read = pa.concat_tables(shards)
+    assert read["id"].to_pylist() == [f"row-{i}" for i in range(5000)]
 
 
 # slime
@@ -424,6 +426,17 @@ def test_one_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             export(scan, tmp_path / "out", format, report=stop)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
+
+
+def test_what_lies_beside_a_set_is_not_replaced_either(tmp_path: Path) -> None:
+    scan = store_of(tmp_path / "s", [rollout(i) for i in range(3)]).scan()
+    (tmp_path / "best.meta.json").write_text("mine")
+    with pytest.raises(StoreExistsError, match=r"^\S+best\.meta\.json exists\n"):
+        export(scan, tmp_path / "best.jsonl", "sft", options=SetOptions(min_reward=0.5))
+    assert (tmp_path / "best.meta.json").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.meta.json", "s"]
+    export(scan, tmp_path / "good.jsonl", "sft", options=SetOptions(min_reward=0.5))
+    assert sorted(p.name for p in tmp_path.glob("good*")) == ["good.jsonl", "good.meta.json"]
 
 
 KILLED = """
