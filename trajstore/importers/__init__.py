@@ -139,14 +139,19 @@ def detect(path: Path) -> Detected:
 def beside(files: list[SourceFile]) -> dict[Path, str]:
     """Files of a folder that are no dumps of their own, with the reason: they are left out of its import.
 
-    Train dumps are joined into the rollouts they belong to; miles' side files and prime-rl's `effective`
-    repeat rows of a file that is there; the others describe a run.
+    Empty ones are markers, or of a writer that was stopped. Train dumps are joined into the rollouts they
+    belong to; miles' side files and prime-rl's `effective` repeat rows of a file that is there; the others
+    describe a run.
     """
     there = {file.path for file in files}
     joined = {train for path in there for train in slime.train_files(path)}
     reasons: dict[Path, str] = {}
     for path in sorted(there):
-        if path in joined:
+        if not path.stat().st_size:
+            reasons[path] = "is empty"
+        elif path.name.endswith(".tmp"):
+            reasons[path] = "its writer has not finished it"
+        elif path in joined:
             reasons[path] = "joined into the rollouts it belongs to"
         elif path.name in _DESCRIPTIONS or path.name.endswith("_metadata.jsonl"):
             reasons[path] = "describes a run"
