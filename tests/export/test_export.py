@@ -127,6 +127,18 @@ def test_shards_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert read["id"].to_pylist() == [f"row-{i}" for i in range(5000)]
 
 
+def test_few_rows_are_in_memory_when_they_are_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.export.selection.TOKENS", 12)
+    rows = [rollout(i) for i in range(6)]  # of 5, 6, 7, 5, 6 and 7 tokens
+    rows.insert(3, rollout(6, tokens=[*range(30)], prompt_length=2, response_length=28, loss_mask=[],
+                           behavior_log_probs=[]))  # fmt: skip
+    seen: list[int] = []
+    scan = store_of(tmp_path / "s", rows).scan()
+    export(scan, tmp_path / "out", "jsonl", report=lambda n, total: seen.append(n))
+    assert seen == [0, 2, 3, 4, 6, 7]  # 11, 7, 30, 11 and 7 tokens
+    assert [t.id for t in again(tmp_path / "out", tmp_path / "a")] == [row.id for row in rows]
+
+
 # slime
 
 
