@@ -186,12 +186,108 @@ def test_a_refused_file_of_a_folder_is_named_and_passed_over(tmp_path: Path) -> 
     (folder / "b.pkl").write_bytes(pickle.dumps(os.system))
     (folder / "c.pt").write_bytes((FIXTURES / "slime/rollout_data/8.pt").read_bytes()[:900])
     (folder / "notes.txt").write_text("remember the milk\n")
-    with pytest.raises(ImportFormatError, match=r"c\.pt"):
+    with pytest.raises(ImportFormatError, match=r"c\.pt") as caught:
         ingest(folder, tmp_path / "s")
+    assert "1 of the 4 files are in; --on-error skip goes on with the other files" in str(caught.value.hint)
     report = ingest(folder, tmp_path / "t", on_error="skip")
     assert ids(tmp_path / "t") == ["x"]
-    assert sorted(Path(where).name for where, _ in report.refused) == ["c.pt", "notes.txt"]
-    assert [name for name, _ in report.left_out] == ["b.pkl"]
+    assert [Path(where).name for where, _ in report.refused] == ["c.pt"]
+    assert [name for name, _ in report.left_out] == ["b.pkl", "notes.txt"]
+    assert all("/d/" not in reason for _, reason in [*report.refused, *report.left_out])
+
+
+OTHERS = {
+    "README.md": b"# notes\n",
+    "config.yaml": b"lr: 1e-6\n",
+    "train.log": b"[2026-01-01 00:00] INFO starting\n",
+    "state.npy": b"\x93NUMPY\x01\x00v\x00",
+    "model.safetensors": b"\x98\x01\x00\x00\x00\x00\x00\x00{}",
+    "code.zip": b"PK\x05\x06" + bytes(18),
+    "params.json": b'{"lr": 1e-6}',
+}
+
+
+def test_other_files_of_a_run_do_not_stop_its_import(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text('{"input": "i", "output": "o", "score": 1.0, "step": 1}\n')
+    for name, content in OTHERS.items():
+        (folder / name).write_bytes(content)
+    report = ingest(folder, tmp_path / "s")
+    assert (report.commit.rows, report.refused) == (1, [])
+    assert sorted(name for name, _ in report.left_out) == sorted(OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "rows"),
+    [
+        ("hf", {"verl_rl_input.parquet": "is verl-prompts, which is not imported"}, 10),
+        ("rllm", {"gateway_traces.db": "is rllm-gateway, which is not imported"}, 4),
+        ("prime_rl", {"intellect2.parquet": "is intellect-2, which is not imported"}, 10),
+    ],
+)
+def test_a_folder_names_what_it_takes_and_what_it_does_not(
+    tmp_path: Path, name: str, left_out: dict[str, str], rows: int
+) -> None:
+    report = ingest(FIXTURES / name, tmp_path / "s")
+    assert report.commit.rows == rows
+    for file, reason in left_out.items():
+        assert reason in dict(report.left_out)[file]
+    there = {p.relative_to(FIXTURES / name).as_posix() for p in (FIXTURES / name).rglob("*") if p.is_file()}
+    assert {f.name for f in report.files} | {n for n, _ in report.left_out} == there
+
+
+def test_a_damaged_dump_in_a_folder_is_no_foreign_file(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.jsonl").write_text('{"id": "x"}\n')
+    for name, content in (("b.jsonl", b"\xff\xfe{"), ("c.txt", b'{"id": "y", "tok'), ("d.json", b"[]")):
+        (tmp_path / "d" / name).write_bytes(content)
+        with pytest.raises(ImportFormatError, match=name):
+            ingest(tmp_path / "d", tmp_path / f"s-{name}")
+        assert [
+            Path(w).name.partition(":")[0]
+            for w, _ in ingest(tmp_path / "d", tmp_path / f"t-{name}", on_error="skip").refused
+        ] == [name]
+        (tmp_path / "d" / name).unlink()
+
+
+@pytest.mark.parametrize("damaged_first", [True, False])
+def test_quarantine_keeps_what_came_before_there_was_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged_first: bool
+) -> None:
+    monkeypatch.setattr("trajstore.ingest.refusals.AT_ONCE", 2)
+    (tmp_path / "d").mkdir()
+    bad = ['{"id": "a", "tokens": [1', '{"id": "b", "scor": 1}', '{"id": "c", "tokens": 1}'] * 2
+    names = ("a.jsonl", "b.jsonl") if damaged_first else ("b.jsonl", "a.jsonl")
+    (tmp_path / "d" / names[0]).write_text("\n".join(['{"id": "x", "tokens": []}', *bad][1:]) + "\n")
+    good = ['{"id": "y"}', *bad, '{"id": "z"}']
+    (tmp_path / "d" / names[1]).write_text("\n".join(good) + "\n")
+    for _ in range(2):  # the second adds nothing
+        report = ingest(tmp_path / "d", tmp_path / "s", format="trajstore-jsonl", on_error="quarantine")
+        assert len(report.refused) >= 8
+        set_aside = TrajectoryStore.open(tmp_path / "s").quarantined().to_pylist()
+        assert len(set_aside) == 12
+        unread = {row["id"] for row in set_aside if row["id"] != "c"}
+        assert unread <= {where for where, _ in report.refused}
+        assert len(unread) == 8
+        assert ids(tmp_path / "s") == ["y", "z"]
+
+
+def test_quarantine_of_nothing_but_bad_records_makes_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "a", "scor": 1}\n{"id": "b", "tokens": [-1]}\n')
+    report = ingest(path, tmp_path / "s", format="trajstore-jsonl", on_error="quarantine")
+    assert (report.nothing, report.created, report.commit.rows) == (True, True, 0)
+    assert len(TrajectoryStore.open(tmp_path / "s").quarantined()) == 2
+    (tmp_path / "c.jsonl").write_text('{"id": 1')
+    report = ingest(tmp_path / "c.jsonl", tmp_path / "t", on_error="quarantine")
+    assert [(where, reason[:8]) for where, reason in report.refused] == [
+        (f"{tmp_path}/c.jsonl:1", "not JSON")
+    ]
+    (kept,) = TrajectoryStore.open(tmp_path / "t").quarantined().to_pylist()
+    assert kept["id"] == f"{tmp_path}/c.jsonl:1"
+    skipped = ingest(tmp_path / "c.jsonl", tmp_path / "u", on_error="skip")
+    assert (skipped.nothing, skipped.created, (tmp_path / "u").exists()) == (True, False, False)
 
 
 def test_what_came_before_a_break_stays_when_bad_records_are_skipped(tmp_path: Path) -> None:
@@ -234,7 +330,7 @@ def test_a_killed_import_is_continued(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == -signal.SIGKILL
     before = TrajectoryStore.open(store).count() if store.exists() else 0
     assert before == (rows - 1) // 10 * 10
-    assert len(list(tmp_path.glob(".s-*.importing*"))) == (0 if before else 2)
+    assert len(list(tmp_path.glob(".s-*.making*"))) == (0 if before else 2)
     monkeypatch.setattr("trajstore.ingest.COMMIT_ROWS", 10)
     report = ingest(path, store)
     assert report.commit.rows == 35 - before
@@ -273,3 +369,13 @@ def test_what_is_wrong_in_a_long_list_is_named(tmp_path: Path, column: str, valu
     (tmp_path / "bad.jsonl").write_text(json.dumps(row))
     with pytest.raises(ImportFormatError, match=f"column '{column}': .*{reason}"):
         ingest(tmp_path / "bad.jsonl", tmp_path / "s")
+
+
+@pytest.mark.parametrize("column", ["tokens", "prompt_tokens", "response_tokens", "loss_mask", "log_probs"])
+def test_a_number_where_a_list_belongs_is_a_bad_record(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"id": "a", "{column}": 5}}\n{{"id": "b", "{column}": null}}\n')
+    with pytest.raises(ImportFormatError, match=f"a.jsonl:1: column '{column}': found 5, expected a list"):
+        ingest(path, tmp_path / "s")
+    report = ingest(path, tmp_path / "s", on_error="skip")
+    assert ([where for where, _ in report.refused], ids(tmp_path / "s")) == ([f"{path}:1"], ["b"])

@@ -123,9 +123,10 @@ class Trajectory:
     @property
     def total_length(self) -> int:
         """Number of tokens, prompt and response."""
-        if len(self.tokens):
-            return len(self.tokens)
-        return len(self.prompt_tokens) + len(self.response_tokens)
+        try:
+            return len(self.tokens) or len(self.prompt_tokens) + len(self.response_tokens)
+        except TypeError:  # one of them is no list: that is for the codec to name
+            return 0
 
     @property
     def has_version_boundaries(self) -> bool:

@@ -10,7 +10,7 @@ import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 
-from trajstore import CorruptFileError, InputError, Trajectory, TrajectoryStore
+from trajstore import CorruptFileError, ImportFormatError, InputError, Trajectory, TrajectoryStore
 from trajstore.ingest import ingest
 from trajstore.loader import TrajectoryLoader
 from trajstore.query import connect
@@ -93,6 +93,27 @@ def test_W05_broken_shards_are_named_and_foreign_files_ignored(tmp_path: Path) -
     with pytest.raises(CorruptFileError, match=files[7].name):
         store.scan().to_arrow()
     assert {f.where for f in store.maintenance.fsck()} == {files[7].name, files[8].name}
+
+
+def test_W05_an_import_of_broken_shards_names_them_and_can_skip_them(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for k in range(10):
+        store = TrajectoryStore.create(tmp_path / f"s{k}")
+        store.append(rows(10 * k, 2))
+        (made,) = store.scan().data_files()
+        (folder / f"s{k}.parquet").write_bytes(Path(made).read_bytes())
+    (folder / "s7.parquet").write_bytes((folder / "s7.parquet").read_bytes()[:-100])
+    (folder / "s8.parquet").write_bytes(b"")
+    (folder / "s9.parquet.tmp").write_bytes(b"PAR1 half")
+    (folder / "README.md").write_text("x")
+    with pytest.raises(ImportFormatError, match=r"s7\.parquet: not a whole Parquet file"):
+        ingest(folder, tmp_path / "stopped")
+    report = ingest(folder, tmp_path / "t", on_error="skip")
+    assert report.commit.rows == 16
+    assert [Path(where).name for where, _ in report.refused] == ["s7.parquet"]
+    assert dict(report.left_out).keys() == {"README.md", "s8.parquet", "s9.parquet.tmp"}
+    assert dict(report.left_out)["s8.parquet"] == "is empty"
 
 
 @pytest.mark.parametrize(

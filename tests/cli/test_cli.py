@@ -86,10 +86,51 @@ def test_quarantine_names_lines_and_counts(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(row(0), bad, row(2)))
     code, out, _ = run("import", "a.jsonl", "s", "--on-error", "quarantine")
     assert code == 0
-    assert "quarantined 1 rows" in out
+    assert "quarantined 1 record in s" in out
     assert "a.jsonl:2: has 1 values, expected 5 (tokens) or 3 (response)" in out
     store = TrajectoryStore.open(tmp_path / "s")
     assert (store.count(), len(store.quarantined())) == (2, 1)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip", "quarantine"])
+def test_an_import_of_nothing_is_no_success(run: Run, tmp_path: Path, on_error: str) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"id": "a", "scor": 1}\n{"id": 1\n')
+    asked = ("--format", "trajstore-jsonl", "--on-error", on_error)
+    code, out, err = run("import", "bad.jsonl", "s", *asked)
+    assert code == 2
+    if on_error == "stop":
+        assert "error: bad.jsonl:1: " in err
+    else:
+        assert "nothing was imported: every record was refused" in out
+        assert "  bad.jsonl:1: trajectory 'a': unknown field 'scor'" in out
+        assert "  bad.jsonl:2: not JSON" in out
+    assert (tmp_path / "s").exists() == (on_error == "quarantine")
+    (tmp_path / "bad.jsonl").write_text('{"id": "a"}\n{"id": 1\n')
+    code, out, _ = run("import", "bad.jsonl", "s", *asked)
+    assert code == (2 if on_error == "stop" else 0)
+    if on_error != "stop":
+        assert "1 record" in out
+        code, out, _ = run("import", "bad.jsonl", "s", *asked)  # all that can be is in already
+        assert (code, "1 of 1 files were in already" in out) == (0, True)
+    code, out, _ = run("import", "--help")
+    assert "2 when nothing could be imported" in " ".join(out.split())
+
+
+def test_import_of_a_folder_tells_what_was_left_out(run: Run, tmp_path: Path) -> None:
+    for folder in range(3):
+        (tmp_path / "d" / str(folder)).mkdir(parents=True)
+        (tmp_path / "d" / str(folder) / "a.jsonl").write_text(lines(row(folder)))
+        (tmp_path / "d" / str(folder) / "metadata.json").write_text("{}")
+    for name in range(12):
+        (tmp_path / "d" / f"{name}.json").write_text(json.dumps({f"k{name}": 1}))
+    code, out, _ = run("import", "d", "s")
+    assert code == 0
+    assert "format trajstore-jsonl: 3 files (d/0/a.jsonl:1 has only" in out
+    assert "left out 0.json: format not recognised: found keys 'k0'" in out
+    assert "left out 3 files more, for other reasons" in out or "left out 5 files more" in out
+    found = json.loads(run("import", "d", "s2", "--json")[1])
+    assert len(found["left_out"]) == 15
+    assert {"name": "1/metadata.json", "reason": "describes a run"} in found["left_out"]
 
 
 BAD_FILES = {

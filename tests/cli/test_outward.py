@@ -57,8 +57,28 @@ def test_replay_writes_lines_that_import_again(run: Run, tmp_path: Path) -> None
     code, _, err = run("replay", "air", "--step", "6")
     assert (code, "no step 6" in err) == (2, True)
     assert run("replay", "air", "--step", "5", "--where", "reward > 0")[0] == 2
+    code, _, err = run("replay", "air", "--step", "5", "--by", "ingest")
+    assert (code, "--by does not go with --step" in err) == (2, True)
+    assert ids(run("replay", "air")[1]) == ["b", "c", "a"]
     assert run("import", "step.jsonl", "again")[0] == 0
     assert ids(run("replay", "again", "--by", "ingest")[1]) == ["c", "a"]
+
+
+def test_a_replay_that_breaks_off_leaves_no_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def write(row: Trajectory) -> str:
+        if written:
+            raise KeyboardInterrupt
+        written.append(row.id)
+        return "{}"
+
+    monkeypatch.setattr("trajstore.cli.outward.write_line", write)
+    assert run("replay", "air", "-o", "all.jsonl")[0] == 130
+    assert written
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["air"]
 
 
 def test_export_says_what_it_made_and_what_has_no_place(run: Run, tmp_path: Path) -> None:

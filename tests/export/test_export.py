@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from trajstore.codec import normalize
 from trajstore.export import FORMATS, SetOptions, export
 from trajstore.ingest import ingest
 from trajstore.schema import BY_NAME, Column, list_of
+from trajstore.store import disk
 
 
 def store_of(path: Path, rows: list[Trajectory], **options: Any) -> TrajectoryStore:
@@ -111,14 +115,28 @@ def test_hf_loads_with_datasets_and_keeps_columns_of_ones_own(tmp_path: Path) ->
 
 
 def test_shards_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.export.hf.SHARD_TOKENS", 5000)
-    store = store_of(tmp_path / "s", [rollout(i) for i in range(3000)])
+    monkeypatch.setattr("trajstore.export.hf.SHARD_TOKENS", 8000)  # of six thousand a batch: two are full
+    store = store_of(tmp_path / "s", [rollout(i) for i in range(5000)])
     seen: list[tuple[int, int]] = []
     done = export(store.scan(), tmp_path / "hf", "hf", report=lambda n, total: seen.append((n, total)))
     assert done.files == 3
-    assert seen == [(0, 3000), (1024, 3000), (2048, 3000), (3000, 3000)]
-    read = pa.concat_tables(pq.read_table(p) for p in sorted((tmp_path / "hf" / "data").iterdir()))
-    assert read["id"].to_pylist() == [f"row-{i}" for i in range(3000)]
+    assert seen == [(min(n, 5000), 5000) for n in range(0, 6000, 1024)]
+    shards = [pq.read_table(p) for p in sorted((tmp_path / "hf" / "data").iterdir())]
+    assert [len(shard) for shard in shards] == [2048, 2048, 904]
+    read = pa.concat_tables(shards)
+    assert read["id"].to_pylist() == [f"row-{i}" for i in range(5000)]
+
+
+def test_few_rows_are_in_memory_when_they_are_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.export.selection.TOKENS", 12)
+    rows = [rollout(i) for i in range(6)]  # of 5, 6, 7, 5, 6 and 7 tokens
+    rows.insert(3, rollout(6, tokens=[*range(30)], prompt_length=2, response_length=28, loss_mask=[],
+                           behavior_log_probs=[]))  # fmt: skip
+    seen: list[int] = []
+    scan = store_of(tmp_path / "s", rows).scan()
+    export(scan, tmp_path / "out", "jsonl", report=lambda n, total: seen.append(n))
+    assert seen == [0, 2, 3, 4, 6, 7]  # 11, 7, 30, 11 and 7 tokens
+    assert [t.id for t in again(tmp_path / "out", tmp_path / "a")] == [row.id for row in rows]
 
 
 # slime
@@ -239,6 +257,53 @@ def test_trl_completions_import_again(tmp_path: Path) -> None:
         assert (found.prompt, found.response) == (before.prompt, before.response)
         assert same(float(found.reward), float(before.reward))
     assert after[0].group_id == after[1].group_id != after[2].group_id
+
+
+FIXTURES = Path(__file__).parents[1] / "formats"
+
+
+def test_trl_keeps_a_column_for_each_reward_function(tmp_path: Path) -> None:
+    ingest(FIXTURES / "trl", tmp_path / "s")
+    store = TrajectoryStore.open(tmp_path / "s")
+    out = tmp_path / "completions_00008.parquet"
+    done = export(store.scan(), out, "trl")
+    written = pq.read_table(FIXTURES / "trl/completions/completions_00008.parquet").to_pydict()
+    made = pq.read_table(out).to_pydict()
+    assert {name: made[name] for name in written} == written
+    assert list(made) == [*written, "id"]
+    before = store.scan().to_trajectories()
+    for old, new in zip(before, again(out, tmp_path / "again"), strict=True):
+        assert new.reward == old.reward
+        assert {**new.metadata, "id": ""} == {**old.metadata, "id": ""}
+    assert "metadata" not in done.left_behind
+
+
+def test_trl_rewards_that_are_not_summed_stay_one(tmp_path: Path) -> None:
+    named = [
+        {"a": 1.0, "b": 0.5},  # their sum
+        {"a": 1.0, "b": math.nan},  # b gave nothing
+        {"a": 1.0, "b": 0.5},  # weighted
+        {"c": 2, "prompt": 1.0},  # a name that is taken
+        {"a": "good"},
+        {"reward": 3.0},
+        None,
+    ]
+    rewards = [1.5, 1.0, 1.25, 3.0, 7.0, 3.0, 0.25]
+    rows = [
+        rollout(i, reward=reward, metadata={"step": 8, "rewards": one} if one else None)
+        for i, (one, reward) in enumerate(zip(named, rewards, strict=True))
+    ]
+    out = tmp_path / "completions_00008.parquet"
+    done = export(store_of(tmp_path / "s", rows).scan(), out, "trl")
+    table = pq.read_table(out)
+    assert table.schema.names[3:-2] == ["a", "b", "reward"]
+    assert table["reward"].to_pylist() == [None, None, 1.25, 3.0, 7.0, 3.0, 0.25]
+    assert table["a"].to_pylist() == [1.0, 1.0, *[None] * 5]
+    assert done.left_behind["metadata"] == 3
+    after = again(out, tmp_path / "again", "trl")
+    assert [row.reward for row in after] == rewards
+    assert after[0].metadata["rewards"] == named[0]
+    assert same(after[1].metadata["rewards"], named[1])
 
 
 @pytest.mark.parametrize("format", ["verl", "trl"])
@@ -373,6 +438,62 @@ def test_one_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             export(scan, tmp_path / "out", format, report=stop)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
+
+
+def test_what_lies_beside_a_set_is_not_replaced_either(tmp_path: Path) -> None:
+    scan = store_of(tmp_path / "s", [rollout(i) for i in range(3)]).scan()
+    (tmp_path / "best.meta.json").write_text("mine")
+    with pytest.raises(StoreExistsError, match=r"^\S+best\.meta\.json exists\n"):
+        export(scan, tmp_path / "best.jsonl", "sft", options=SetOptions(min_reward=0.5))
+    assert (tmp_path / "best.meta.json").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.meta.json", "s"]
+    export(scan, tmp_path / "good.jsonl", "sft", options=SetOptions(min_reward=0.5))
+    assert sorted(p.name for p in tmp_path.glob("good*")) == ["good.jsonl", "good.meta.json"]
+
+
+KILLED = """
+import os, signal, sys
+from trajstore import TrajectoryStore
+from trajstore.export import export
+def stop(done, total):
+    if done:
+        os.kill(os.getpid(), signal.SIGKILL)
+export(TrajectoryStore.open(sys.argv[1]).scan(), sys.argv[2], sys.argv[3], report=stop)
+"""
+
+
+@pytest.mark.parametrize("format", ["jsonl", "hf"])
+def test_one_that_was_killed_leaves_no_half_and_the_next_sweeps_it(tmp_path: Path, format: str) -> None:
+    scan = store_of(tmp_path / "s", [rollout(i) for i in range(3)]).scan()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "s"), str(tmp_path / "out"), format]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.glob(".out-*"))) == 2
+    assert export(scan, tmp_path / "out", format).rows == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "s"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_export_is_synced_before_it_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    done: list[tuple[str, str]] = []
+    real = disk.sync
+    monkeypatch.setattr(disk, "sync", lambda path: (done.append(("sync", path.name)), real(path)))
+    move = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: (done.append(("move", path.name)), move(path, to))[1]
+    )
+    name = "out.parquet" if FORMATS[format].holds is None else "out"
+    rows = [rollout(i, id=f"r{i}", group_id="g", reward=float(i), values=[0.5] * (5 + i)) for i in range(2)]
+    scan = store_of(tmp_path / "s", rows).scan()
+    done.clear()
+    made = export(scan, tmp_path / name, format, options=SetOptions(min_reward=0.5, log_probs="behavior"))
+    assert made.files
+    synced = [what for kind, what in done[: done.index(("move", name))] if kind == "sync"]
+    files = [made.path] if made.path.is_file() else [p for p in made.path.rglob("*") if p.is_file()]
+    assert sorted(p.name for p in files) == sorted(n for n in synced if n in {p.name for p in files})
+    assert done[-1] == ("sync", tmp_path.name)
 
 
 def test_an_empty_selection_is_an_empty_file(tmp_path: Path) -> None:

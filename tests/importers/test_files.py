@@ -17,8 +17,10 @@ FIXTURES = Path(__file__).parents[1] / "formats"
 
 
 def names(given: str | Path) -> list[str]:
+    """What would be imported."""
     with sources(given) as found:
-        return [file.name for file in found]
+        left = beside(found)
+        return [file.name for file in found if file.path not in left]
 
 
 @pytest.fixture
@@ -40,6 +42,8 @@ def tree(tmp_path: Path) -> Path:
 
 def test_a_folder_gives_all_below_it_but_hidden_and_empty_files(tree: Path) -> None:
     assert names(tree / "run") == ["1.jsonl", "2.jsonl", "deep/3.jsonl"]
+    with sources(tree / "run") as found:
+        assert beside(found) == {tree / "run" / "STABLE": "is empty"}
 
 
 def test_globs(tree: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trajstore import Trajectory, TrajectoryBatch, TrajectoryStatus
+from trajstore.errors import ImportFormatError
 from trajstore.importers import FORMATS, ImportOptions, detect, later, open_importer
 
 FORMATS_DIR = Path(__file__).parents[1] / "formats"
@@ -167,7 +168,7 @@ def _version(row: Trajectory, canon: dict[str, Any], holds: set[str]) -> None:
 def test_what_comes_later_is_named(name: str, format: str) -> None:
     with pytest.raises(Exception, match=f"that is {format}, which is not imported: ") as caught:
         detect(FORMATS_DIR / name)
-    assert type(caught.value).__name__ == "ImportFormatError"
+    assert isinstance(caught.value, ImportFormatError)
     with pytest.raises(Exception, match="is not imported"):
         open_importer(format)
 

@@ -1,5 +1,6 @@
 """Owns the tests of safe decoding: hostile pickles and archives are refused and nothing of them runs."""
 
+import _codecs
 import gzip
 import io
 import os
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 from trajstore.errors import ImportFormatError
-from trajstore.importers import ImportOptions, detect, files, open_importer, pickles
+from trajstore.importers import ImportOptions, detect, files, open_importer, pickles, rebuilt
 from trajstore.importers.files import read_whole
 from trajstore.importers.pickles import load_pickle, load_torch
+from trajstore.importers.rows import plain
 
 torch = pytest.importorskip("torch")
 
@@ -289,3 +291,73 @@ def test_a_damaged_archive_is_named(tmp_path: Path, make: Callable[[bytes], byte
         list(open_importer("slime")(path, ImportOptions()))
     with pytest.raises(ImportFormatError, match=r"b\.pt"):
         detect(path)
+
+
+def repeating() -> dict[str, bytes]:
+    """Pickles of some KB that have 200 copies made of one value of 1,000 bytes, by a way each."""
+    long, numbers = "x" * 1000, np.arange(250, dtype=np.float32)
+    make, args, state = numbers.__reduce__()  # type: ignore[misc]  # of three parts, numpy says
+    items = tuple(range(15))
+    pairs = [(n, None) for n in items]
+    blank = np.zeros(8, np.int64)
+    leaf = ("torch.float32", (250,), 0, 1000)
+    whole = np.zeros(1000, np.uint8)
+    return {
+        "text to bytes": pickle.dumps([Reduces(_codecs.encode, (long, "latin1")) for _ in range(200)]),
+        "state of an array": pickle.dumps([Reduces(make, args, state) for _ in range(200)]),
+        "tuples": pickle.dumps([Reduces(torch.Size, (items,)) for _ in range(200)]),
+        "sets": pickle.dumps([Reduces(set, (items,)) for _ in range(200)], 2),
+        "dicts": pickle.dumps([Reduces(OrderedDict, (pairs,)) for _ in range(200)]),
+        "rows of a jagged tensor": pickle.dumps(
+            [
+                Reduces(
+                    torch.nested._internal.nested_tensor._rebuild_njt, ({"values": blank, "offsets": blank},)
+                )
+                for _ in range(200)
+            ]
+        ),
+        "leaves of one storage": _consolidated({"leaves": {f"k{n}": leaf for n in range(200)}}, whole),
+    }
+
+
+def _consolidated(metadata: Any, storage: Any) -> bytes:
+    """As tensordict pickles it, which need not be installed."""
+    inner = pickle.dumps((metadata, storage), 2)[2:-1]
+    return raw(b"ctensordict._reductions\n_rebuild_tensordict_files_consolidated\n", inner, b"R")
+
+
+@pytest.mark.parametrize("way", repeating())
+def test_copies_of_one_value_are_counted_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    data = repeating()[way]
+    assert len(data) < 20_000
+    load_pickle(tmp_path / "a.pkl", data)  # 200 KB are allowed to any file
+    monkeypatch.setattr(rebuilt, "_FREE", 100_000)
+    monkeypatch.setattr(rebuilt, "_TIMES", 0)
+    with pytest.raises(ImportFormatError, match="it makes many times its own size"):
+        load_pickle(tmp_path / "a.pkl", data)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_an_honest_pickle_makes_no_more_than_a_few_times_its_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protocol: int
+) -> None:
+    monkeypatch.setattr(rebuilt, "_FREE", 0)
+    held = {str(n): np.arange(n, n + 1000) for n in range(20)} | {"o": OrderedDict(a=[1] * 300)}
+    read = load_pickle(tmp_path / "a.pkl", pickle.dumps(held, protocol))
+    assert all(np.array_equal(read[str(n)], held[str(n)]) for n in range(20))
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.ones(1000)}, path)
+    assert load_torch(path, read_whole(path))["b"].sum() == 1000
+
+
+def test_metadata_that_repeats_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.importers.rows._MAX_TEXT", 10_000)
+    monkeypatch.setattr("trajstore.importers.rows._MAX_VALUES", 1000)
+    for value in ("x" * 1000, b"x" * 1000):
+        assert len(plain([value] * 10)) == 10
+        with pytest.raises(ValueError, match="more than 10,000 characters of text"):
+            plain([value] * 11)
+    with pytest.raises(ValueError, match="more than 1,000 values"):
+        plain([np.arange(100)] * 10)

@@ -59,7 +59,7 @@ def test_what_a_killed_maker_left_is_swept_and_nothing_else(tmp_path: Path, name
     assert done.returncode == -signal.SIGKILL
     left = {p.name for p in tmp_path.iterdir()}
     assert len(left) == 2
-    (tmp_path / f".{name}-notes.importing").touch()
+    (tmp_path / f".{name}-notes.making").touch()
     with made_aside(folder) as alive:
         alive.mkdir()
         sweep_aside(tmp_path / "other")
@@ -67,4 +67,4 @@ def test_what_a_killed_maker_left_is_swept_and_nothing_else(tmp_path: Path, name
         sweep_aside(folder)
         assert left.isdisjoint(p.name for p in tmp_path.iterdir())
         assert alive.exists()
-    assert {p.name for p in tmp_path.iterdir()} == {name, f".{name}-notes.importing"}
+    assert {p.name for p in tmp_path.iterdir()} == {name, f".{name}-notes.making"}

@@ -106,8 +106,12 @@ def import_(
     """Import trajectories of any known framework, making the store when there is none.
 
     Each file is a commit. The same call again goes on where a stopped one was, and adds nothing twice.
+    Of a folder or glob, files that are no known dump are left out and named; a damaged one is a bad record.
+
+    Exit code: 0 when something is in, with what was skipped counted and named; 2 when nothing could be
+    imported, also with --on-error skip and quarantine.
     """
-    verbs.import_files(
+    nothing = verbs.import_files(
         path,
         store,
         format=format,
@@ -117,6 +121,8 @@ def import_(
         groups=groups,
         json=json,
     )
+    if nothing:
+        raise typer.Exit(BAD_INPUT)
 
 
 @app.command(epilog="Example: trajstore formats")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
@@ -17,6 +18,7 @@ from trajstore.cli.maintain import reference
 from trajstore.errors import QueryError, StoreExistsError
 from trajstore.importers.trajstore_jsonl import write_line
 from trajstore.store import TrajectoryStore
+from trajstore.store.aside import made_aside, sweep_aside
 
 
 class Pairing(StrEnum):
@@ -128,8 +130,9 @@ def export(
 def replay(
     store: Store,
     by: Annotated[
-        Order, typer.Option("--by", help="Policy version, order of arrival, or recorded training step.")
-    ] = Order.version,
+        Order | None,
+        typer.Option("--by", help="Policy version (the default), order of arrival, or training step."),
+    ] = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", help="Only what this training step was given.")
     ] = None,
@@ -147,20 +150,20 @@ def replay(
     opened = _open(store, snapshot)
     batches: Iterable[TrajectoryBatch]
     if step is not None:
-        if where is not None:
-            raise QueryError("--where does not go with --step: it gives what was trained on, exactly")
+        if where is not None or by is not None:
+            wrong = "--where" if where is not None else "--by"
+            raise QueryError(f"{wrong} does not go with --step: it gives what was trained on, exactly")
         batches = [run_again(opened, step=step)]
     else:
-        batches = (moment.batch for moment in run_again(opened, by=by.value, where=where))
+        batches = (moment.batch for moment in run_again(opened, by=(by or Order.version).value, where=where))
     if out is None:
         for batch in batches:
             sys.stdout.writelines(write_line(row) + "\n" for row in batch)
         sys.stdout.flush()
         return
-    try:
-        file = out.open("x", encoding="utf-8", newline="\n")
-    except FileExistsError as error:
-        raise StoreExistsError(f"{out} exists", hint="choose another file") from error
-    with file:
+    if os.path.lexists(out):
+        raise StoreExistsError(f"{out} exists", hint="choose another file")
+    sweep_aside(out.absolute())
+    with made_aside(out.absolute()) as aside, aside.open("x", encoding="utf-8", newline="\n") as file:
         for batch in batches:
             file.writelines(write_line(row) + "\n" for row in batch)

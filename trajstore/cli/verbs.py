@@ -16,6 +16,7 @@ from trajstore import ingest as ingesting
 from trajstore.cli import show
 from trajstore.cli.maintain import reference
 from trajstore.errors import QueryError
+from trajstore.ingest.refusals import OnBadRecord
 from trajstore.query import Explanation, connect, fresh, max_times_sampled, stratified_sample
 from trajstore.schema import FORMAT_VERSION
 from trajstore.selection import Allocation
@@ -36,12 +37,12 @@ def import_files(
     *,
     format: str,
     tokenizer: Path | None,
-    on_error: ingesting.OnBadRecord,
+    on_error: OnBadRecord,
     nulls: bool,
     groups: bool,
     json: bool,
-) -> None:
-    """`trajstore import`."""
+) -> bool:
+    """`trajstore import`; whether nothing could be imported."""
     started = time.monotonic()
     with _bar() as bar:
         task = bar.add_task(Path(path).name, total=None, rows=0, speed="")
@@ -86,23 +87,37 @@ def import_files(
                 "files": [vars(file) for file in done.files],
                 "left_out": [{"name": n, "reason": r} for n, r in done.left_out],
                 "not_finite": commit.not_finite,
+                "no_reward_at": done.no_reward_at,
                 "seconds": round(seconds, 3),
             }
         )
-        return
-    out = show.console()
-    if format == ingesting.AUTO:
-        for name, why in {file.format: file.why for file in reversed(done.files)}.items():
-            out.print(f"format {name} ({why})", markup=False)
-    for name, why in done.left_out[:SHOWN_REFUSALS]:
-        out.print(f"left out {name}: {why}", markup=False)
+        return done.nothing
+    _tell(done, store, seconds, told=format == ingesting.AUTO, set_aside=on_error == "quarantine")
+    return done.nothing
+
+
+def _tell(done: ingesting.ImportReport, store: str, seconds: float, *, told: bool, set_aside: bool) -> None:
+    out, commit = show.console(), done.commit
+    if told:
+        for name, files in _by_format(done.files).items():
+            many = f": {len(files):,} files" if len(files) > 1 else ""
+            out.print(f"format {name}{many} ({files[0].why})", markup=False)
+    reasons: dict[str, list[str]] = {}
+    for name, why in done.left_out:
+        reasons.setdefault(why, []).append(name)
+    for why, names in list(reasons.items())[:SHOWN_REFUSALS]:
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        out.print(f"left out {names[0]}{more}: {why}", markup=False)
+    if len(reasons) > SHOWN_REFUSALS:
+        left = sum(len(names) for names in list(reasons.values())[SHOWN_REFUSALS:])
+        out.print(f"left out {left:,} files more, for other reasons (--json lists them)", markup=False)
     already = sum(file.already_in for file in done.files)
     if already:
         out.print(f"{already:,} of {len(done.files):,} files were in already")
     verb = "made" if done.created else "appended to"
     rate = f", {done.tokens:,} tokens, {done.tokens / seconds:,.0f} tokens/s" if done.tokens else ""
     many = f"{len(done.files):,} files, " if len(done.files) > 1 else ""
-    if done.refused and not commit.rows and not already:
+    if done.nothing:
         out.print("nothing was imported: every record was refused")
     else:
         out.print(
@@ -113,14 +128,24 @@ def import_files(
     if not done.tokens and commit.rows:
         out.print("no tokens: the file holds text only; give --tokenizer FILE to make token ids")
     for name, rows in commit.not_finite.items():
-        out.print(f"{name}: {rows:,} rows hold NaN or an infinity", markup=False)
+        first = f", the first is {done.no_reward_at[0]}" if name == "reward" and done.no_reward_at else ""
+        out.print(f"{name}: {rows:,} rows hold NaN or an infinity{first}", markup=False)
     if done.refused:
-        verb = "quarantined" if on_error == "quarantine" else "skipped"
-        out.print(f"{verb} {len(done.refused):,} rows:")
+        one = "record" if len(done.refused) == 1 else "records"
+        place = f" in {store}" if set_aside else ""
+        verb = "quarantined" if set_aside else "skipped"
+        out.print(f"{verb} {len(done.refused):,} {one}{place}:", markup=False)
         for where, reason in done.refused[:SHOWN_REFUSALS]:
             out.print(f"  {where}: {reason}", markup=False)
         if len(done.refused) > SHOWN_REFUSALS:
             out.print(f"  and {len(done.refused) - SHOWN_REFUSALS:,} more")
+
+
+def _by_format(files: list[ingesting.FileReport]) -> dict[str, list[ingesting.FileReport]]:
+    found: dict[str, list[ingesting.FileReport]] = {}
+    for file in files:
+        found.setdefault(file.format, []).append(file)
+    return found
 
 
 def formats(*, json: bool) -> None:

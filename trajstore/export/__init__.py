@@ -7,8 +7,6 @@ the result with what reads it elsewhere and imports it again.
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,8 @@ from trajstore.errors import InputError, StoreExistsError
 from trajstore.export import atif, hf, jsonl, sets, slime, trl, verl
 from trajstore.export.selection import DEFAULTS, Selection, SetOptions
 from trajstore.store import Scan
+from trajstore.store.aside import sweep_aside, workplace
+from trajstore.store.disk import settle
 
 __all__ = ["FORMATS", "Exported", "Format", "SetOptions", "export"]
 
@@ -81,8 +81,8 @@ def export(
 ) -> Exported:
     """Writes a scan's rows as a file or folder of another program; see FORMATS.
 
-    It is written aside and moved into place when it is whole; rows are read as they are written, some at a
-    time (the sets for trainers are made in memory).
+    It is written aside, synced and moved into place when it is whole; rows are read as they are written,
+    some at a time (the sets for trainers are made in memory).
 
     Args:
         scan: the rows, in their order.
@@ -105,18 +105,16 @@ def export(
     chosen = FORMATS[format]
     selection = Selection(scan, chosen.holds, options, report)
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.parent / f".{out.name}-{uuid.uuid4().hex}.exporting"
-    aside.mkdir()
-    try:
+    sweep_aside(out)
+    with workplace(out) as aside:
+        aside.mkdir()
         chosen.write(selection, aside / out.name)
         written = [path for path in aside.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in written)
         beside = [path for path in aside.iterdir() if path.name != out.name]
         for made in [*beside, aside / out.name]:  # what lies beside it is there before it
             _free(out.parent / made.name)
-            made.rename(out.parent / made.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            settle(made, out.parent / made.name)
     return Exported(out, selection.rows, len(written), size, selection.left_behind, selection.dropped)
 
 

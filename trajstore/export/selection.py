@@ -10,14 +10,15 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from trajstore.batch import TrajectoryBatch
 from trajstore.errors import ValidationError
 from trajstore.schema import BY_NAME
 from trajstore.store import Scan
 
-ROWS = 1024
-"""Rows in memory at a time."""
+ROWS, TOKENS = 1024, 1 << 22
+"""Rows in memory at a time: so many, or as many as hold so many tokens."""
 
 _FOLLOWS = frozenset(  # from other columns, or says how to read them
     {
@@ -73,13 +74,12 @@ class Selection:
     left_behind: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def batches(self, size: int = ROWS) -> Iterator[TrajectoryBatch]:
+    def batches(self) -> Iterator[TrajectoryBatch]:
         """The rows, some at a time; what the format has no place for is counted on the way."""
-        total = self.scan.count()
+        ends = np.cumsum(self.scan.columns(["length"]).to_arrow()["length"].to_numpy(), dtype=np.int64)
+        total = len(ends)
         self.report(0, total)
-        for batch in self.scan.iter_batches(size):
-            if not len(batch):
-                continue
+        for batch in self.scan.iter_parts(_edges(ends)):
             self._count(batch.to_arrow())
             yield batch
             self.rows += len(batch)
@@ -95,6 +95,16 @@ class Selection:
     def lose(self, column: str) -> None:
         """Counts a row whose value in a column the format cannot say."""
         self.left_behind[column] += 1
+
+
+def _edges(ends: NDArray[np.int64]) -> list[int]:
+    """Where each batch begins, and the end, of rows whose tokens end at `ends`; a row is never cut."""
+    edges = [0]
+    while (at := edges[-1]) < len(ends):
+        before = int(ends[at - 1]) if at else 0
+        full = int(np.searchsorted(ends, before + TOKENS, side="right"))
+        edges.append(min(at + ROWS, max(full, at + 1), len(ends)))
+    return edges
 
 
 def _given(table: pa.Table, name: str) -> int:

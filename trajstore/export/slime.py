@@ -27,7 +27,7 @@ _TRAINED = ("log_probs", "values", "advantages", "returns")
 
 
 def write(selection: Selection, path: Path) -> None:
-    """A folder; a rollout of its own for every 1,024 rows.
+    """A folder; a rollout of its own for every 1,024 rows, or fewer that are long.
 
     Raises:
         ValidationError: a row's split is not known, or its loss mask has ones on the prompt: slime's masks

@@ -31,7 +31,7 @@ from trajstore.importers import (
     verl,
 )  # fmt: skip
 from trajstore.importers.files import SourceFile, digest, sources
-from trajstore.importers.head import Format, Head, look
+from trajstore.importers.head import Format, Head, NotRecognisedError, look
 from trajstore.importers.records import Fault, Imported, Importer, ImportOptions, kind_of
 from trajstore.importers.tokenizer import Tokenizer, load_tokenizer
 
@@ -83,10 +83,6 @@ _TABLE: tuple[Format, ...] = (  # the first that fits is it: the more particular
 FORMATS: dict[str, Importer] = {f.name: f.read for f in _TABLE if f.read is not None}
 
 
-class NotRecognisedError(ImportFormatError):
-    """A file begins like nothing that is known."""
-
-
 class Detected(NamedTuple):
     """What a file is.
 
@@ -126,8 +122,8 @@ def detect(path: Path) -> Detected:
     """The format of a file and the reason for it, from its beginning; nothing in it is carried out.
 
     Raises:
-        NotRecognisedError: no format fits.
-        ImportFormatError: the format is known and not imported yet, or there is no readable beginning.
+        NotRecognisedError: no format fits, or the format is known and not imported.
+        ImportFormatError: the file is damaged or cannot be read.
     """
     head = look(path)
     for format in _TABLE:
@@ -135,7 +131,7 @@ def detect(path: Path) -> Detected:
         if why is None:
             continue
         if format.read is None:
-            raise _not_yet(format.name, f"{head.where} {why}")
+            raise _not_yet(format.name, f"{head.where}: {why}")
         return Detected(format.name, f"{head.where} {why}")
     raise _unrecognised(head)
 
@@ -143,14 +139,19 @@ def detect(path: Path) -> Detected:
 def beside(files: list[SourceFile]) -> dict[Path, str]:
     """Files of a folder that are no dumps of their own, with the reason: they are left out of its import.
 
-    Train dumps are joined into the rollouts they belong to; miles' side files and prime-rl's `effective`
-    repeat rows of a file that is there; the others describe a run.
+    Empty ones are markers, or of a writer that was stopped. Train dumps are joined into the rollouts they
+    belong to; miles' side files and prime-rl's `effective` repeat rows of a file that is there; the others
+    describe a run.
     """
     there = {file.path for file in files}
     joined = {train for path in there for train in slime.train_files(path)}
     reasons: dict[Path, str] = {}
     for path in sorted(there):
-        if path in joined:
+        if not path.stat().st_size:
+            reasons[path] = "is empty"
+        elif path.name.endswith(".tmp"):
+            reasons[path] = "its writer has not finished it"
+        elif path in joined:
             reasons[path] = "joined into the rollouts it belongs to"
         elif path.name in _DESCRIPTIONS or path.name.endswith("_metadata.jsonl"):
             reasons[path] = "describes a run"
@@ -180,9 +181,9 @@ def _read_detected(path: Path, options: ImportOptions) -> Iterator[Imported]:
     yield from FORMATS[detect(path).format](path, options)
 
 
-def _not_yet(name: str, what: str) -> ImportFormatError:
+def _not_yet(name: str, what: str) -> NotRecognisedError:
     why = later.WHY.get(name, "there is no importer for it yet")
-    return ImportFormatError(
+    return NotRecognisedError(
         f"{what}: that is {name}, which is not imported: {why}",
         hint="convert it to trajstore-jsonl (Trajectory.to_dict, one a line)",
     )

@@ -43,7 +43,7 @@ def sources(given: str | Path) -> Iterator[list[SourceFile]]:
     """The files behind what a user gave: a file, a folder (all below it), a glob, or "-" for stdin.
 
     Stdin is copied to a temporary file first: a format is told by looking twice. Names that begin with a dot
-    and empty marker files are left out of folders, and links that lead out of the folder are not followed.
+    are left out of folders, and links that lead out of the folder are not followed.
 
     Raises:
         ImportFormatError: there is nothing of that name, or no file in it.
@@ -75,11 +75,11 @@ def _found(path: Path) -> list[SourceFile]:
             if file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(root).parts)
             and file.resolve().is_relative_to(real)
-            and file.stat().st_size
         ]
+        full = any(file.path.stat().st_size for file in chosen)
     except OSError as error:
         unreadable(path, error)
-    if not chosen:
+    if not full:
         raise ImportFormatError(
             f"{path}: no file to import in it", hint="empty and hidden files are left out"
         )

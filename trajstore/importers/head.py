@@ -20,6 +20,11 @@ from trajstore.importers import files
 from trajstore.importers.records import Importer, read_records
 
 HEAD_BYTES = 1 << 16
+_LISTS = (*range(0x90, 0xA0), 0xDC, 0xDD)  # as msgpack begins them
+
+
+class NotRecognisedError(ImportFormatError):
+    """A file is none that can be imported: it begins like nothing that is known, or like what is not read."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def look(path: Path) -> Head:
     """The beginning of a file.
 
     Raises:
-        ImportFormatError: it cannot be read, or nothing of what is known begins like this.
+        NotRecognisedError: nothing of what is known begins like this.
+        ImportFormatError: it cannot be read, or is damaged.
     """
     start = files.head(path, HEAD_BYTES)
     if start.startswith(b"PK\x03\x04"):
@@ -93,12 +99,34 @@ def look(path: Path) -> Head:
         return Head(path, "arrow", f"{path}", None, frozenset())
     if len(start) > 1 and start[0] == 0x80 and start[1] in range(2, 6):
         return Head(path, "pickle", f"{path}", None, _names(start))
-    if start[:1] and (0x90 <= start[0] <= 0x9F or start[0] in (0xDC, 0xDD)):
+    if _is_msgpack(start):
         return Head(path, "msgpack", f"{path}", None, frozenset())
-    with closing(read_records(path)) as records:
-        first = next(records)
+    try:
+        with closing(read_records(path)) as records:
+            first = next(records)
+    except ImportFormatError as error:
+        if not start.strip() or _should_be_json(path, start):
+            raise
+        raise NotRecognisedError(error.message, hint=error.hint) from error
     names = frozenset(first.data) if isinstance(first.data, dict) else frozenset[str]()
     return Head(path, "json", first.where, first.data, names)
+
+
+def _is_msgpack(start: bytes) -> bool:
+    """Whether it begins with a list of lists of lists, as far as it goes: one byte tells little."""
+    at = 0
+    for _ in range(3):
+        if at >= len(start):
+            break
+        if start[at] not in _LISTS:
+            return False
+        at += {0xDC: 3, 0xDD: 5}.get(start[at], 1)
+    return at > 0
+
+
+def _should_be_json(path: Path, start: bytes) -> bool:
+    """Whether what cannot be read as JSON is a damaged file, not another kind of file."""
+    return ".json" in path.name.lower() or start.lstrip().startswith(b"{")
 
 
 def _first_pickle(path: Path) -> bytes:
@@ -117,7 +145,7 @@ def _first_pickle(path: Path) -> bytes:
         raise ImportFormatError(
             f"{path}: its archive is damaged ({error})", hint="copy the file again"
         ) from error
-    raise ImportFormatError(
+    raise NotRecognisedError(
         f"{path}: a zip archive without a pickle: not a torch.save file", hint="unpack it"
     )
 

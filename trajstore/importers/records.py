@@ -91,7 +91,13 @@ class ImportOptions:
         """Hands on a bad record, or raises `error` when nobody wants it."""
         if self.on_fault is None:
             raise error
-        self.on_fault(Fault(where, error.message.removeprefix(f"{where}: "), error.hint, data))
+        self.on_fault(Fault(*place_and_reason(where, error.message), error.hint, data))
+
+
+def place_and_reason(where: str | Path, message: str) -> tuple[str, str]:
+    """Where a complaint about `where` is (there, or at a line or element of it), and the rest of it."""
+    found = re.match(rf"({re.escape(str(where))}(?::\d+|(?:\.\w+)*\[\d+\])?): ", message)
+    return (found[1], message[found.end() :]) if found else (str(where), message)
 
 
 Importer = Callable[[Path, ImportOptions], Iterator[Imported]]

@@ -36,6 +36,7 @@ MAX_ARRAY = 1 << 16
 """Numbers of one array that are kept in metadata; of a larger one (router choices, pixels) its shape is."""
 
 _MAX_VALUES = 1 << 20
+_MAX_TEXT = 256 << 20
 _LEAVES = frozenset({type(None), bool, str, int, float})
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 _UNIQUE = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-|[0-9a-fA-F]{32}")
@@ -299,18 +300,25 @@ def plain(value: Any) -> Any:
     """A value of a dump as JSON can hold it: arrays become lists, bytes base64.
 
     Raises:
-        ValueError: it unfolds to more than a million values: it repeats or holds itself.
+        ValueError: it unfolds to more than a million values, or to a text of more than 256 MiB: it repeats or
+            holds itself.
     """
-    left = [_MAX_VALUES]
+    left, room = [_MAX_VALUES], [_MAX_TEXT]
+
+    def take(budget: list[int], count: int, what: str) -> None:
+        budget[0] -= count
+        if budget[0] < 0:
+            most = _MAX_TEXT if budget is room else _MAX_VALUES
+            raise ValueError(f"its metadata unfolds to more than {most:,} {what}")
 
     def walk(value: Any) -> Any:
         kind = type(value)
+        if kind is str or kind is bytes:
+            take(room, len(value), "characters of text")
         if kind in _LEAVES:
             return value
         if kind in _CONTAINERS:
-            left[0] -= len(value)
-            if left[0] < 0:
-                raise ValueError(f"its metadata unfolds to more than {_MAX_VALUES:,} values")
+            take(left, len(value), "values")
             if kind is dict:
                 return {str(key): walk(one) for key, one in value.items()}
             return [walk(one) for one in value]
@@ -319,6 +327,7 @@ def plain(value: Any) -> Any:
                 return walk(value.tolist())
             if value.size > MAX_ARRAY:
                 return {"left_out": {"dtype": str(value.dtype), "shape": list(value.shape)}}
+            take(left, value.size, "values")
             return value.tolist()
         if isinstance(value, np.generic):
             return value.item()

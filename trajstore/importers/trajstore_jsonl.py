@@ -60,18 +60,12 @@ def write_line(trajectory: Trajectory) -> str:
         for name, value in trajectory.to_dict().items()
         if name in _ALWAYS or not _is_default(name, value)
     }
-    for name, value in row.items():
-        try:
-            _check_keys(value)
-            json.dumps(value, default=_plain)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValidationError(
-                f"cannot be written as JSON: {error}",
-                id=trajectory.id,
-                column=name,
-                hint="use numbers, text, lists and dicts with text keys",
-            ) from error
-    text = json.dumps(row, ensure_ascii=False, default=_plain)
+    try:
+        _check_keys(row)
+        text = json.dumps(row, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):
+        _name_fault(trajectory.id, row)
+        raise
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair: JSON can escape it, UTF-8 cannot hold it
@@ -79,6 +73,22 @@ def write_line(trajectory: Trajectory) -> str:
     return text
 
 
+def _name_fault(id: str, row: dict[str, Any]) -> None:
+    """Raises for the column that cannot be written."""
+    for name, value in row.items():
+        try:
+            _check_keys(value)
+            json.dumps(value, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValidationError(
+                f"cannot be written as JSON: {error}",
+                id=id,
+                column=name,
+                hint="use numbers, text, lists and dicts with text keys",
+            ) from error
+
+
+_PLAIN = frozenset({int, float, str, bool, type(None)})
 _DEFAULTS = PartialTrajectory().to_dict()
 
 
@@ -99,6 +109,6 @@ def _check_keys(value: Any) -> None:
             if not isinstance(key, str):
                 raise TypeError(f"key {key!r} is not text")
             _check_keys(inner)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
         for inner in value:
             _check_keys(inner)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from trajstore.errors import ImportFormatError
 from trajstore.importers.files import read_whole
 from trajstore.importers.head import Format, Head, told_by
-from trajstore.importers.pickles import Nested, Opaque, load_pickle, load_torch, widened
+from trajstore.importers.pickles import Opaque, load_pickle, load_torch
+from trajstore.importers.rebuilt import Nested, widened
 from trajstore.importers.records import Imported, ImportOptions, read_records
 from trajstore.importers.rows import (
     NOT_KNOWN,

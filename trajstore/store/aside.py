@@ -1,7 +1,7 @@
-"""Owns making a folder aside, so that it is seen whole or not at all; must not know what is made in it.
+"""Owns making a file or folder aside, so that it is seen whole or not at all; must not know what is made.
 
-A folder that is being made has a file beside it which its maker keeps locked. The lock goes with the process:
-what a killed one left is known by it, and removed when the same folder is made again.
+What is being made has a file beside it which its maker keeps locked. The lock goes with the process: what a
+killed one left is known by it, and removed when the same is made again.
 """
 
 from __future__ import annotations
@@ -15,40 +15,42 @@ from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
-from trajstore.errors import StoreExistsError
+from trajstore.store.disk import settle
 
-_MADE, _OWNED = ".importing", ".importing.owner"
+_MADE, _OWNED = ".making", ".making.owner"
 
 
 @contextmanager
-def made_aside(folder: Path) -> Iterator[Path]:
-    """Where to make `folder`; it is moved into place after the block, or removed when that fails.
-
-    Raises:
-        StoreExistsError: something has appeared at `folder` in the meantime.
-    """
-    aside = _nearest(folder) / f".{folder.name}-{uuid.uuid4().hex}{_MADE}"
+def workplace(target: Path) -> Iterator[Path]:
+    """A path beside `target` that is its maker's alone; what is there after the block is removed."""
+    aside = _nearest(target) / f".{target.name}-{uuid.uuid4().hex}{_MADE}"
     owner = aside.with_suffix(_OWNED)
     descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield aside
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.rename(folder)
-        except OSError as error:
-            raise StoreExistsError(f"{folder} appeared while its first rows were read: {error}") from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     finally:
+        _remove(aside)
         owner.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def sweep_aside(folder: Path) -> None:
-    """Removes what makers of `folder` left that are no more; what others are making stays."""
-    for owner in _nearest(folder).glob(f".{escape(folder.name)}-{'[0-9a-f]' * 32}{_OWNED}"):
+@contextmanager
+def made_aside(target: Path) -> Iterator[Path]:
+    """Where to make a file or folder; it is moved into place after the block, or removed when that fails.
+
+    Raises:
+        StoreExistsError: something has appeared at `target` in the meantime.
+    """
+    with workplace(target) as aside:
+        yield aside
+        target.parent.mkdir(parents=True, exist_ok=True)
+        settle(aside, target)
+
+
+def sweep_aside(target: Path) -> None:
+    """Removes what makers of `target` left that are no more; what others are making stays."""
+    for owner in _nearest(target).glob(f".{escape(target.name)}-{'[0-9a-f]' * 32}{_OWNED}"):
         try:
             descriptor = os.open(owner, os.O_RDWR)
         except FileNotFoundError:
@@ -58,15 +60,22 @@ def sweep_aside(folder: Path) -> None:
         except BlockingIOError:
             continue
         else:
-            shutil.rmtree(owner.with_suffix(""), ignore_errors=True)
+            _remove(owner.with_suffix(""))
             owner.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
 
 
-def _nearest(folder: Path) -> Path:
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _nearest(target: Path) -> Path:
     """The folder above that is there already."""
-    parent = folder.parent
+    parent = target.parent
     while not parent.exists():
         parent = parent.parent
     return parent

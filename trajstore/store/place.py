@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from trajstore.errors import InputError, StorageError
+from trajstore.store.disk import sync
 
 LOG = "_delta_log"
 ANSWER_SECONDS = 60.0
@@ -205,15 +206,6 @@ class Place:
 def entry(number: int) -> str:
     """The log's entry of a snapshot."""
     return f"{LOG}/{number:020d}.json"
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _s3(options: Mapping[str, str]) -> pafs.S3FileSystem:

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
 
 from trajstore import importers
-from trajstore.errors import ImportFormatError, StoreExistsError, ValidationError
-from trajstore.importers import Fault, Imported, ImportOptions, NotRecognisedError, SourceFile
-from trajstore.importers.rows import plain
+from trajstore.errors import ImportFormatError, ValidationError
+from trajstore.importers import Imported, ImportOptions, NotRecognisedError, SourceFile
+from trajstore.importers.records import place_and_reason
 from trajstore.importers.tokenizer import load_tokenizer
-from trajstore.store import Commit, Place, TrajectoryStore
+from trajstore.ingest.refusals import OnBadRecord, Refusals
+from trajstore.ingest.target import Target
+from trajstore.store import Commit, TrajectoryStore
 from trajstore.store.append import OnError
-from trajstore.store.aside import made_aside, sweep_aside
-from trajstore.store.side import Refused, quarantine
 from trajstore.trajectory import Trajectory
 
 AUTO = "auto"
-OnBadRecord = Literal["stop", "skip", "quarantine"]
 
 COMMIT_ROWS = 1 << 16
 COMMIT_TOKENS = 1 << 27
+NAMED = 10
+"""Rows without a reward that are named."""
 _APPENDED: dict[OnBadRecord, OnError] = {"stop": "raise", "skip": "skip", "quarantine": "quarantine"}
 
 
@@ -77,14 +78,23 @@ class ImportReport:
         created: whether the import made the store.
         files: each file that was read.
         left_out: files of a folder that were not, with the reason.
+        no_reward_at: where the first rows stand whose reward is not known (NaN) or infinite.
+        found_in: whether some of it was in the store before.
     """
 
     commit: Commit
+    refused: list[tuple[str, str]]
     tokens: int = 0
-    refused: list[tuple[str, str]] = field(default_factory=list)
     created: bool = False
     files: list[FileReport] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    no_reward_at: list[str] = field(default_factory=list)
+    found_in: bool = False
+
+    @property
+    def nothing(self) -> bool:
+        """Whether every record was refused: none is in the store."""
+        return bool(self.refused) and not self.commit.rows and not self.found_in
 
     @property
     def format(self) -> str:
@@ -101,13 +111,18 @@ class ImportReport:
 class _Asked:
     """What one import was asked for, and what it has gathered."""
 
-    place: Place
+    target: Target
+    refusals: Refusals
     options: ImportOptions
     on_error: OnBadRecord
     nulls: bool
-    mark: str
     progress: Progress
     report: Callable[[Progress], None]
+
+    def options_for(self, namespace: str) -> ImportOptions:
+        """The options for one file."""
+        on_fault = None if self.on_error == "stop" else self.refusals.add
+        return replace(self.options, namespace=namespace, on_fault=on_fault)
 
 
 def ingest(
@@ -144,92 +159,94 @@ def ingest(
     """
     if format != AUTO:
         importers.open_importer(format)
-    place = Place.of(store)
-    if place.folder is not None:
-        sweep_aside(place.folder)
-    target = TrajectoryStore.open(place) if place.is_table() else None
-    if target is None and not place.is_free():
-        raise StoreExistsError(f"{store} exists and is not a store", hint="choose another path")
+    target = Target(store)
+    refusals = Refusals(target, on_error)
     read_by = None if tokenizer is None else load_tokenizer(tokenizer)
     made_from = None if tokenizer is None or tokenizer.is_dir() else importers.digest(tokenizer)
     options = ImportOptions(read_by, derive_groups=derive_groups)
     mark = json.dumps([format, made_from or str(tokenizer), nulls, derive_groups])
-    done = ImportReport(Commit(0, 0, 0, True, (), {}), created=target is None)
+    done = ImportReport(Commit(0, 0, 0, True, (), {}), refusals.named, created=target.store is None)
     with importers.sources(source) as files:
         beside = importers.beside(files) if len(files) > 1 else {}
         chosen = [file for file in files if file.path not in beside]
-        done.left_out += [(file.name, beside[file.path]) for file in files if file.path in beside]
         progress = Progress(sum(file.path.stat().st_size for file in chosen))
-        asked = _Asked(place, options, on_error, nulls, mark, progress, report)
+        asked = _Asked(target, refusals, options, on_error, nulls, progress, report)
         seen: dict[str, int] = {}
         for file in chosen:
+            writer, content, copy = _writer(file, mark, seen)
+            refusals.begin(writer)
             try:
-                name, why = (format, "as asked") if format != AUTO else importers.detect(file.path)
+                known = importers.Detected(format, "as asked") if format != AUTO else _detected(file, asked)
+                if known is not None:
+                    _import(file, known, f"{content}{copy}", writer, asked, done)
             except NotRecognisedError as error:
                 if len(files) == 1:
                     raise
-                done.left_out.append((file.name, error.message.removeprefix(f"{file.path}: ")))
-                continue
+                done.left_out.append((file.name, place_and_reason(file.path, error.message)[1]))
             except ImportFormatError as error:
-                _refuse(done, str(file.path), error, on_error)
-                continue
-            target = _import(file, name, why, target, asked, done, seen)
-            progress.files += 1
+                raise _told_of_files(error, done, len(files)) from error
+        done.left_out += [(file.name, beside[file.path]) for file in files if file.path in beside]
     if not done.files and not done.refused:
         reasons = "; ".join(f"{name}: {why}" for name, why in done.left_out[:3])
-        raise ImportFormatError(f"{source}: no file in it can be imported: {reasons}", hint="name --format")
-    done.created = done.created and target is not None
-    if target is not None:
-        done.commit = _with(done.commit, snapshot=target.snapshot)
+        more = f"; and {len(done.left_out) - 3:,} files more" if len(done.left_out) > 3 else ""
+        raise ImportFormatError(
+            f"{source}: no file in it can be imported: {reasons}{more}",
+            hint="`trajstore formats` lists what is read; --format names one that is not told by itself",
+        )
+    done.created = done.created and target.store is not None
+    if target.store is not None:
+        done.commit = _with(done.commit, snapshot=target.store.snapshot)
     done.tokens = progress.tokens
     return done
 
 
-def _refuse(done: ImportReport, where: str, error: ImportFormatError, on_error: OnBadRecord) -> None:
-    if on_error == "stop":
-        raise error
-    done.refused.append((where, error.message.removeprefix(f"{where}: ")))
+def _writer(file: SourceFile, mark: str, seen: dict[str, int]) -> tuple[str, str, str]:
+    """Who adds the rows of a file; and what tells them from others': its content, and which copy it is."""
+    content = "+".join(importers.digest(path) for path in (file.path, *importers.joined(file.path)))
+    seen[content] = seen.get(content, -1) + 1  # a second file with the same bytes is another file
+    key = json.dumps([content, seen[content], mark])
+    writer = f"import-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    return writer, content[:8], f"-{seen[content]}" if seen[content] else ""
+
+
+def _detected(file: SourceFile, asked: _Asked) -> importers.Detected | None:
+    """The format of a file; None for a damaged one that is passed over."""
+    try:
+        return importers.detect(file.path)
+    except NotRecognisedError:
+        raise
+    except ImportFormatError as error:
+        asked.options_for(file.name).fault(str(file.path), error)
+        asked.refusals.set_aside()
+        return None
 
 
 def _import(
-    file: SourceFile,
-    format: str,
-    why: str,
-    store: TrajectoryStore | None,
-    asked: _Asked,
-    done: ImportReport,
-    seen: dict[str, int],
-) -> TrajectoryStore | None:
-    """One file, batch by batch; gives the store, which the first batch may have made."""
-    content = "+".join(importers.digest(path) for path in (file.path, *importers.joined(file.path)))
-    seen[content] = seen.get(content, -1) + 1  # a second file with the same bytes is another file
-    key = json.dumps([content, seen[content], asked.mark])
-    writer = f"import-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
-    faults: list[Fault] = []
-    options = ImportOptions(
-        asked.options.tokenizer,
-        namespace=f"{file.name}@{content[:8]}" + (f"-{seen[content]}" if seen[content] else ""),
-        derive_groups=asked.options.derive_groups,
-        on_fault=None if asked.on_error == "stop" else faults.append,
-    )
+    file: SourceFile, known: importers.Detected, content: str, writer: str, asked: _Asked, done: ImportReport
+) -> None:
+    """One file, batch by batch."""
+    format, why = known
+    options = asked.options_for(f"{file.name}@{content}")
     before = done.commit.rows
     items = _guarded(importers.open_importer(format)(file.path, options), file.path, options)
     batch_no, all_in, base = 0, True, asked.progress.bytes_read
-    while (batch := _Batch(items, asked, base, file.path.stat().st_size)).more:
+    size = file.path.stat().st_size
+    while (batch := _Batch(items, asked, base, size, done.no_reward_at)).more:
         try:
-            store, commit = _append(store, batch, writer, batch_no, asked)
+            commit = _append(batch, writer, batch_no, asked)
         except ImportFormatError as error:
             raise _told_of_batches(error, done.commit.rows - before, batch_no) from error
         all_in &= commit.already_in
+        done.found_in |= commit.already_in
         done.refused += [(batch.places[row.row], row.reason) for row in commit.refused]
         done.commit = _summed(done.commit, commit)
-        _set_aside(faults, done, asked, writer, batch_no, store)
+        asked.refusals.set_aside()
         batch_no += 1
-    _set_aside(faults, done, asked, writer, batch_no, store)
-    asked.progress.bytes_read = base + file.path.stat().st_size
+    asked.refusals.set_aside()
+    asked.progress.bytes_read = base + size
+    asked.progress.files += 1
     rows = done.commit.rows - before
     done.files.append(FileReport(file.name, format, why, rows, batch_no, all_in and batch_no > 0))
-    return store
 
 
 def _guarded(items: Iterator[Imported], path: Path, options: ImportOptions) -> Iterator[Imported]:
@@ -248,10 +265,12 @@ class _Batch:
         places: where each row given out so far stands in the file.
     """
 
-    def __init__(self, items: Iterator[Imported], asked: _Asked, base: int, size: int) -> None:
+    def __init__(
+        self, items: Iterator[Imported], asked: _Asked, base: int, size: int, no_reward: list[str]
+    ) -> None:
         self.places: list[str] = []
         self.more = True
-        self._asked = asked
+        self._asked, self._no_reward = asked, no_reward
         self._base, self._size = base, size
         try:
             self._items = chain([next(items)], items)
@@ -268,6 +287,8 @@ class _Batch:
             length = item.trajectory.total_length
             tokens += length
             progress.rows += 1
+            if len(self._no_reward) < NAMED and _is_wild(item.trajectory.reward):
+                self._no_reward.append(item.where)
             progress.tokens += length
             progress.bytes_read = self._base + min(item.bytes_read, self._size)
             self._asked.report(progress)
@@ -276,9 +297,7 @@ class _Batch:
                 return
 
 
-def _append(
-    store: TrajectoryStore | None, batch: _Batch, writer: str, batch_no: int, asked: _Asked
-) -> tuple[TrajectoryStore, Commit]:
+def _append(batch: _Batch, writer: str, batch_no: int, asked: _Asked) -> Commit:
     rows = iter(batch)
 
     def append(to: TrajectoryStore) -> Commit:
@@ -294,45 +313,13 @@ def _append(
         return commit
 
     try:
-        if store is not None:
-            return store, append(store)
-        commit = _created(asked.place, append)
+        return asked.target.fill(append)
     except ValidationError as error:
         raise _placed(error, batch.places) from error
-    return TrajectoryStore.open(asked.place), commit
 
 
-def _set_aside(
-    faults: list[Fault],
-    done: ImportReport,
-    asked: _Asked,
-    writer: str,
-    batch_no: int,
-    store: TrajectoryStore | None,
-) -> None:
-    """Counts the records that could not be read, and quarantines them when asked to and there is a store."""
-    done.refused += [(fault.where, fault.reason) for fault in faults]
-    if faults and asked.on_error == "quarantine" and store is not None:
-        refused = [
-            Refused(
-                row=number,
-                id=fault.where,
-                error=ImportFormatError.__name__,
-                column=None,
-                reason=fault.reason,
-                trajectory=_as_json(fault.data),
-            )
-            for number, fault in enumerate(faults)
-        ]
-        quarantine(asked.place, refused, f"{writer}/unread", batch_no)
-    faults.clear()
-
-
-def _as_json(data: Any) -> str:
-    try:
-        return json.dumps(plain(data))
-    except ValueError as error:  # it holds itself, or unfolds without end
-        return json.dumps({"left_out": str(error)})
+def _is_wild(reward: object) -> bool:
+    return isinstance(reward, float) and not math.isfinite(reward)
 
 
 def _with(commit: Commit, *, snapshot: int) -> Commit:
@@ -356,7 +343,16 @@ def _told_of_batches(error: ImportFormatError, rows: int, batches: int) -> Impor
         return error
     hint = f"{error.hint}; " if error.hint else ""
     went_in = f"the {batches} batches before it are in ({rows:,} rows now)"
-    return ImportFormatError(error.message, hint=f"{hint}{went_in}; --on-error skip goes on behind it")
+    return type(error)(error.message, hint=f"{hint}{went_in}; --on-error skip goes on behind it")
+
+
+def _told_of_files(error: ImportFormatError, done: ImportReport, files: int) -> ImportFormatError:
+    """The same complaint for who gave several files: what became of those before, how to go on."""
+    if files == 1:
+        return error
+    hint = f"{error.hint}; " if error.hint else ""
+    went_in = f"{len(done.files):,} of the {files:,} files are in; " if done.files else ""
+    return type(error)(error.message, hint=f"{hint}{went_in}--on-error skip goes on with the other files")
 
 
 def _placed(error: ValidationError, places: list[str]) -> ImportFormatError:
@@ -367,19 +363,3 @@ def _placed(error: ValidationError, places: list[str]) -> ImportFormatError:
     return ImportFormatError(
         f"{where}: {column}{error.reason}", hint=f"{hint}--on-error quarantine sets such rows aside"
     )
-
-
-def _created(place: Place, append: Callable[[TrajectoryStore], Commit]) -> Commit:
-    """Makes the store, so that it is seen with its first rows in it or, when they fail, not at all.
-
-    On disk it is made aside and moved into place; a bucket has no move, so what was made is removed again.
-    """
-    if place.folder is None:
-        try:
-            return append(TrajectoryStore.create(place))
-        except BaseException:
-            for entry in place.entries():
-                place.delete(entry.name)
-            raise
-    with made_aside(place.folder) as aside:
-        return append(TrajectoryStore.create(aside))
