@@ -351,8 +351,15 @@ _PARTIAL_ONLY = _NAMES[PartialTrajectory] - _NAMES[Trajectory]
 
 
 def version_number(version: PolicyVersion | int) -> int:
-    """The counter of a policy version that is given as an int or as a PolicyVersion."""
-    return version.version_id if isinstance(version, PolicyVersion) else int(version)
+    """The counter of a policy version that is given as an int or as a PolicyVersion.
+
+    Raises:
+        ValidationError: it does not fit 64 bits, as every stored version does.
+    """
+    number = version.version_id if isinstance(version, PolicyVersion) else int(version)
+    if not -(2**63) <= number < 2**63:
+        raise ValidationError(f"policy version {number} does not fit 64 bits")
+    return number
 
 
 def _listed(values: Any) -> list[Any]:

@@ -155,8 +155,14 @@ class Explanation(Sequence[Gate]):
 
 def _text(value: Any) -> str | None:
     if isinstance(value, tuple):
-        return f"{value[0]} to {value[1]}"
+        return bucket(value)
     return None if value is None else str(value)
+
+
+def bucket(lengths: tuple[int, int]) -> str:
+    """A length bucket as a person writes it: "4 to 7", or "1" where both ends are one."""
+    shortest, longest = lengths
+    return f"{shortest} to {longest}" if shortest < longest else str(shortest)
 
 
 class Account:

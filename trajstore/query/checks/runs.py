@@ -224,16 +224,18 @@ def low_ess(survey: Survey) -> Iterator[Finding]:
 
 
 def group_of_one(survey: Survey) -> Iterator[Finding]:
-    """Rows alone in their group, where others are not."""
+    """Rows alone in their group, unless group_size says that this is how it should be."""
     of = metrics.groups(survey.finished)
-    meant = (of["rows"] > 1).any() or (of["group_size"] > 1).any()
-    alone = of.filter(pl.col("rows") == 1) if meant else of.clear()
+    others = (of["rows"] > 1).any() or (of["group_size"] > 1).any()
     yield from found(
-        "warning",
+        "warning" if others else "note",
         "group-of-one",
-        _members(survey, alone),
+        _members(survey, of.filter((pl.col("rows") == 1) & (pl.col("group_size") != 1).fill_null(True))),
         "{n}: alone in their group among completed rows",
-        "a group-relative advantage is 0 or undefined there: read whole groups (whole_groups=True)",
+        "a group-relative advantage is 0 or undefined there: "
+        + (
+            "read whole groups (whole_groups=True)" if others else "give all answers to a prompt one group_id"
+        ),
     )
 
 
@@ -260,7 +262,7 @@ def incomplete_groups(survey: Survey) -> Iterator[Finding]:
 
 def mixed_prompts(survey: Survey) -> Iterator[Finding]:
     """Groups whose members answer different prompts."""
-    split = survey.finished.filter(pl.col("prompt_length").is_not_null())
+    split = survey.finished.filter(pl.col("prompt_length").is_not_null() & (pl.col("length") > 0))
     mixed = metrics.groups(split).filter(pl.col("prompts") > 1)
     yield from found(
         "warning",
