@@ -212,6 +212,19 @@ def test_a_task_without_a_tolerance_is_named(tasks: TrajectoryStore) -> None:
         scan.count()
 
 
+def test_no_file_is_skipped_for_the_tolerance_of_another_task(tmp_path: Path) -> None:
+    rows = [
+        plain("code2", 2, source="code"),
+        plain("math2", 2, source="math"),
+        plain("math9", 9, source="math"),
+    ]
+    store = store_of(tmp_path, *([row] for row in rows))
+    assert kept(store, 10, {"code": 8}, by="source", otherwise=1) == {"code2", "math9"}
+    assert kept(store, 10, {"math": 1}, by="source", otherwise=8) == {"code2", "math9"}
+    with pytest.raises(QueryError, match="names no tolerance for source = 'code'"):
+        kept(store, 10, {"math": 1}, by="source")  # its only row is too old for any tolerance
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -255,6 +268,10 @@ def test_informative_groups_are_kept_and_dropped_whole(tmp_path: Path) -> None:
         "rounding": [0.1 + 0.2, 0.3, 0.3],
         "nan": [math.nan, 1.0],
         "nan mixed": [math.nan, 1.0, 2.0],
+        "zero": [0.0, 0.0, 0.0],
+        "inf": [math.inf, 1.0, 1.0],
+        "inf mixed": [math.inf, 1.0, 2.0],
+        "-inf mixed": [-math.inf, 1.0, 2.0],
         "one": [1.0],
         None: [1.0, 2.0],
     }
@@ -264,7 +281,8 @@ def test_informative_groups_are_kept_and_dropped_whole(tmp_path: Path) -> None:
         for i, reward in enumerate(values)
     ]
     scan = store_of(tmp_path, rows[:7], rows[7:]).scan(where=informative_groups())
-    assert [row.group_id for row in scan.to_batch()] == ["mixed"] * 4 + ["nan mixed"] * 3
+    kept = ["mixed"] * 4 + [name for name in ("nan mixed", "inf mixed", "-inf mixed") for _ in range(3)]
+    assert [row.group_id for row in scan.to_batch()] == kept
 
 
 # Masking instead of dropping
