@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import pairwise
+from operator import index
 from typing import Any, NoReturn, Self
 
 from trajstore.errors import LengthMismatchError, ValidationError
@@ -354,9 +355,12 @@ def version_number(version: PolicyVersion | int) -> int:
     """The counter of a policy version that is given as an int or as a PolicyVersion.
 
     Raises:
-        ValidationError: it does not fit 64 bits, as every stored version does.
+        ValidationError: it is no whole number, or does not fit 64 bits, as every stored version does.
     """
-    number = version.version_id if isinstance(version, PolicyVersion) else int(version)
+    try:
+        number = index(version.version_id if isinstance(version, PolicyVersion) else version)
+    except TypeError:
+        raise ValidationError(f"policy version is {version!r}, expected a whole number") from None
     if not -(2**63) <= number < 2**63:
         raise ValidationError(f"policy version {number} does not fit 64 bits")
     return number

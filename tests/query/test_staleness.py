@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trajstore import (
@@ -234,11 +235,25 @@ def test_no_file_is_skipped_for_the_tolerance_of_another_task(tmp_path: Path) ->
         ({"max_staleness": {"a": 1}, "by": "source", "otherwise": -2}, "max_staleness is -2"),
         ({"max_staleness": 1, "otherwise": 2}, "otherwise= goes with a mapping"),
         ({"max_staleness": {"a": 1}, "by": 3}, "by is 3, expected a column's name"),
+        ({"max_staleness": 2.5}, "max_staleness is 2.5, expected a whole number"),
+        ({"max_staleness": {"a": "1"}, "by": "source"}, "max_staleness is '1', expected a whole number"),
     ],
 )
 def test_tolerances_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(QueryError, match=message):
         fresh(10, **options)
+
+
+@pytest.mark.parametrize("at", [None, "10", 10.7])
+def test_a_version_is_a_whole_number(at: Any) -> None:
+    with pytest.raises(ValidationError, match=f"policy version is {at!r}, expected a whole number"):
+        fresh(at, 1)
+
+
+def test_numpys_whole_numbers_are_as_good(store: TrajectoryStore) -> None:
+    assert kept(store, np.int64(10), np.int32(2)) == kept(store, 10, 2)
+    by = {"max_staleness": {None: np.int64(2)}, "by": "source", "otherwise": np.int8(0)}
+    assert kept(store, 10, **by) == kept(store, 10, 2)
 
 
 # Training

@@ -141,9 +141,8 @@ class Explanation(Sequence[Gate]):
         for gate in self.gates:
             lines.append(f"{gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out")
             if gate.dropped and gate.by_length:
-                lines.append(
-                    f"  mean length: kept {gate.mean_length_kept:.1f}, dropped {gate.mean_length_dropped:.1f}"
-                )
+                kept = f"kept {gate.mean_length_kept:.1f}, " if gate.rows_out else ""
+                lines.append(f"  mean length: {kept}dropped {gate.mean_length_dropped:.1f}")
             for title, shares in ((self.by, gate.by_task), ("tokens", gate.by_length)):
                 lines += [
                     f"  {title} {_text(s.value)}: {s.rows_out:,} of {s.rows_in:,} kept"
