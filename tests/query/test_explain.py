@@ -200,3 +200,4 @@ def test_a_gate_that_keeps_nothing_has_no_mean_length(store: TrajectoryStore) ->
     text = str(store.scan("length < 0").explain("source"))
     assert "mean length: dropped " in text
     assert "nan" not in text
+    assert str(store.scan().explain("source")) == "no gate: every row stays"

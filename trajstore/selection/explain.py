@@ -137,7 +137,7 @@ class Explanation(Sequence[Gate]):
         return pl.DataFrame(rows, schema=schema)
 
     def __str__(self) -> str:
-        lines = []
+        lines = [] if self.gates else ["no gate: every row stays"]
         for gate in self.gates:
             lines.append(f"{gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out")
             if gate.dropped and gate.by_length:
