@@ -177,6 +177,11 @@ def starved_tasks(survey: Survey) -> Iterator[Finding]:
 # Drift
 
 
+def _recorded() -> pl.Expr:
+    """Rows whose behavior log-probs are log-probs: those that are not have an error of their own."""
+    return (pl.col("behavior_positive") == 0) & (pl.col("behavior_zero") < pl.col("actions"))
+
+
 def engine_mismatch(survey: Survey) -> Iterator[Finding]:
     """The same weights give other log-probs in the engine and in the trainer."""
     rows = where(
@@ -184,7 +189,8 @@ def engine_mismatch(survey: Survey) -> Iterator[Finding]:
         (pl.col("drift_gap") == 0)
         & (pl.col("ratio_tokens") > 0)
         & (pl.col("newest_version_id") == pl.col("oldest_version_id"))
-        & pl.col("log_probs_version").is_not_null(),
+        & pl.col("log_probs_version").is_not_null()
+        & _recorded(),
     )
     if len(rows) < ENOUGH:
         return
@@ -204,10 +210,11 @@ def engine_mismatch(survey: Survey) -> Iterator[Finding]:
 
 def low_ess(survey: Survey) -> Iterator[Finding]:
     """Importance weights that rest on a few tokens."""
-    drift = metrics.drift(survey.finished).filter(
+    done = survey.finished.filter(_recorded())
+    drift = metrics.drift(done).filter(
         pl.col("drift_gap").is_not_null() & (pl.col("rows") >= ENOUGH) & (pl.col("ess_tokens") < LOW_ESS)
     )
-    rows = survey.finished.filter(pl.col("ratio_tokens") > 0).join(
+    rows = done.filter(pl.col("ratio_tokens") > 0).join(
         drift.select("drift_gap"), on="drift_gap", how="semi", maintain_order="left"
     )
     shares = ", ".join(f"{ess:.1%} at gap {gap}" for gap, ess in drift["drift_gap", "ess_tokens"].iter_rows())
