@@ -141,6 +141,31 @@ def test_nemo_rl(store: TrajectoryStore) -> None:
     assert kept(store, 10, 6, convention="nemo-rl") == v(4) | {"mixed"}
 
 
+LEAST = {
+    **dict.fromkeys(("trajstore", "torchrl", "miles"), 10 - 4),  # of the oldest token
+    **dict.fromkeys(("trl", "torchforge", "nemo-rl"), 10 - 6),  # of the start
+    "verl": 10 + 1 - 6,
+    "prime-rl": 10 - 1 - 6,
+    "verl-metric": 10 - 1 - 9,
+    "verl-metric-worst": 10 - 1 - 4,
+}
+"""The least limit that keeps a row of versions 4 to 9 that is named after 6, at 10."""
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_which_version_of_a_mixed_row_counts(tmp_path: Path, convention: str) -> None:
+    """A row that was continued: its oldest tokens, the version it is named after and its newest differ."""
+    row = plain(
+        "continued",
+        6,
+        version_segments=[VersionSegment(1, 2, PolicyVersion(4)), VersionSegment(2, 3, PolicyVersion(9))],
+    )
+    store, least = store_of(tmp_path, [row]), LEAST[convention]
+    assert kept(store, 10, least, convention=convention) == {"continued"}
+    if least:
+        assert kept(store, 10, least - 1, convention=convention) == set()
+
+
 def test_a_convention_that_is_not_known(store: TrajectoryStore) -> None:
     with pytest.raises(QueryError, match="convention is 'verlx', expected one of trajstore, torchrl"):
         fresh(10, 1, convention="verlx")
