@@ -281,9 +281,25 @@ def test_one_point_is_told_and_not_drawn(tmp_path: Path) -> None:
         ]
     )
     text = page(gather(store))
-    assert plots(text) == 2, "padding and bytes"
+    assert plots(text) == 1, "bytes"
+    assert "No batch of these plans has padding" in text
     assert "|log-ratio| is 0.250 nats a token at gap 0</h3>" in text
     assert "Mean reward 1.000 of 4 rows" in text
+
+
+def test_rewards_too_large_to_spread_are_told(tmp_path: Path) -> None:
+    store = TrajectoryStore.create(tmp_path / "huge")
+    rewards = [1e300, -1e300, 5.0, math.inf]
+    store.append(
+        [
+            Trajectory(group_id="g", response_tokens=[1], reward=r, status=TrajectoryStatus.COMPLETED)
+            for r in rewards
+        ]
+    )
+    text = page(gather(store))
+    assert plots(text) == 2, "rewards and bytes: a standard deviation that is infinite has no place"
+    assert "<td>inf</td>" in text
+    assert re.search(r"\d{20}", text.partition("<script")[0]) is None, "no number is written out"
 
 
 def test_many_versions_are_joined_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -228,12 +228,11 @@ def _names(order: Sequence[str], field: str, width: int) -> alt.Y:
 
 
 def groups(table: pl.DataFrame) -> Spec:
-    """Groups by the standard deviation of their rewards; those without any stand apart."""
-    judged = table.filter(pl.col("zero_variance").is_not_null())
-    width = (max(judged["reward_std"].to_list(), default=0.0) or 1.0) / 24
+    """Groups by the standard deviation of their rewards, all finite; those without any stand apart."""
+    width = (max(table["reward_std"].to_list(), default=0.0) or 1.0) / 24
     std = pl.col("reward_std")
     binned = (
-        judged.with_columns(
+        table.with_columns(
             low=pl.when("zero_variance").then(-width).otherwise((std / width).floor().clip(0, 23) * width),
             kind=pl.when("zero_variance").then(pl.lit("no signal")).otherwise(pl.lit("rewards differ")),
         )

@@ -292,8 +292,10 @@ def _padding(facts: Facts) -> Iterator[Section]:
     }
     yield Section(
         "Padding",
-        f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best",
-        [(charts.padding(facts.padding), numbers(facts.padding, columns))],
+        f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best"
+        if most
+        else "No batch of these plans has padding",
+        [(charts.padding(facts.padding) if most else None, numbers(facts.padding, columns))],
         "Padding / padded size over an epoch of completed rows, each batch as wide as its longest row. "
         "Packed batches have none.",
     )
@@ -304,6 +306,7 @@ def _groups(facts: Facts) -> Iterator[Section]:
     if not len(judged):
         return
     told = pl.col("responses").is_not_null()
+    drawn = judged.filter(pl.col("reward_std").is_finite())  # that of rewards like 1e300 is not
     table = (
         judged.group_by("version")
         .agg(
@@ -327,7 +330,12 @@ def _groups(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Groups",
         f"{percent(share)} of {len(judged):,} groups have the same reward for all members",
-        [(charts.groups(facts.groups), numbers(table, columns, last=True))],
+        [
+            (
+                charts.groups(drawn) if len(drawn) else None,
+                numbers(table, columns, last=True),
+            )
+        ],
         "Groups of two completed rows or more. No signal: the rewards differ by less than a billionth of the "
         "largest, so a group-relative advantage is 0. Version: of the group's oldest token.",
     )
