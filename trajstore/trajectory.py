@@ -139,9 +139,7 @@ class Trajectory:
         return self.status is TrajectoryStatus.COMPLETED
 
     def get_version_gap(self, current_version: PolicyVersion | int) -> int:
-        """Staleness: current version minus the trajectory's, in publications of the policy.
-
-        Negative when the trajectory is newer than the trainer.
+        """Staleness: current version minus the trajectory's, in publications; negative when it is newer.
 
         Raises:
             ValidationError: the trajectory's version is not known.
@@ -352,8 +350,11 @@ _PARTIAL_ONLY = _NAMES[PartialTrajectory] - _NAMES[Trajectory]
 
 
 def version_number(version: PolicyVersion | int) -> int:
-    """The counter of a policy version that is given as an int or as a PolicyVersion."""
-    return version.version_id if isinstance(version, PolicyVersion) else int(version)
+    """The counter of a policy version, given as a whole number of 64 bits or a PolicyVersion, or an error."""
+    value: Any = version.version_id if isinstance(version, PolicyVersion) else version
+    if hasattr(value, "__index__") and -(2**63) <= int(value) < 2**63:
+        return int(value)
+    raise ValidationError(f"policy version is {value!r}, expected a whole number of 64 bits")
 
 
 def _listed(values: Any) -> list[Any]:

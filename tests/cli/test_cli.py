@@ -327,6 +327,10 @@ def test_sql(run: Run, tmp_path: Path) -> None:
     assert "nan" in out
     assert json.loads(run("sql", "s", "select 1 a, 2 a", "--json")[1]) == [{"a": 1, "a_1": 2}]
     assert json.loads(run("sql", "s", "select 1 where false", "--json")[1]) == []
+    assert json.loads(run("sql", "s", "select 'ab'::blob b", "--json")[1]) == [{"b": "6162"}]
+    code, _, err = run("sql", "s", "select 'infinity'::date")
+    assert code == 2
+    assert "a value cannot be shown" in err
 
 
 def test_sample_is_the_same_for_one_seed(run: Run, tmp_path: Path) -> None:
@@ -476,6 +480,7 @@ def test_sample_explains_what_each_gate_dropped(run: Run, tmp_path: Path) -> Non
     tasks = {r["value"]: r["rows_out"] for r in found["gates"] if r["part"] == "task" and r["step"] == 0}
     assert tasks == {"easy": 8, "hard": 0}
     assert "group_id 'g0'" in run(*gate, "--task", "group_id")[1]
+    assert "nan" not in run(*gate, "--where", "false")[1], "no row has no mean length"
 
 
 def test_sample_takes_a_frameworks_numbers_weights_groups_and_uses(run: Run, tmp_path: Path) -> None:

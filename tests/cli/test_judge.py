@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from trajstore import PolicyVersion, Trajectory, TrajectoryStatus, TrajectoryStore
 from trajstore.cli.app import app
+from trajstore.errors import InputError
 
 
 def row(i: int, **fields: object) -> Trajectory:
@@ -95,7 +96,9 @@ def test_plan_compares_choices_and_names_who_starves(store: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "16 of 32" in done.output
     assert "32 of 32" in done.output
-    assert "warning max_staleness 1: nothing is left of [hard]" in done.output
+    assert "warning max_staleness 1, max_tokens 64: nothing is left of [hard]: 8 stale\n" in done.output, (
+        "and not twice, for each size of bucket"
+    )
     found = json.loads(
         run("plan", store, "--max-staleness", 1, "--max-staleness", 3, "--batch-size", 8, "--json").output
     )
@@ -112,6 +115,56 @@ def test_plan_without_options_and_with_bad_ones(store: Path) -> None:
     assert run("plan", store, "--max-staleness", -1).exit_code != 0
     assert run("plan", store, "--batch-size", 0).exit_code != 0
     assert run("plan", store, "--by", "tokens").exit_code != 0
+
+
+def test_plan_compares_rows_and_tokens_and_says_what_a_step_is(store: Path) -> None:
+    done = run("plan", store, "--max-tokens", 64, "--batch-size", 8, "--ranks", 2, "--log-probs")
+    assert done.exit_code == 0, done.output
+    head, *_ = (line for line in done.output.splitlines() if "kept" in line)
+    for title in ("max_tokens", "batch_size", "steps", "tokens/step"):
+        assert title in head
+    assert "max_staleness" not in head
+    lines = [line for line in done.output.splitlines() if "32 of 32" in line]
+    tokens = sum(2 + 1 + i % 9 for i in range(32))
+    cells = [cell.strip() for cell in lines[1].split("│")]
+    assert cells[1] == "8"
+    assert cells[3:5] == ["32 of 32", "4"]
+    assert cells[-3:-1] == ["2", f"{tokens / 2:,.0f}"]
+
+
+def test_a_store_without_rows_or_tokens_is_called_so(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    TrajectoryStore.create(store)
+    assert run("doctor", store).output == "there are no rows\n"
+    assert json.loads(run("doctor", store, "--json").output) == []
+    assert "warning there are no rows" in run("plan", store).output
+    add(store, Trajectory(prompt="p", response="r", status=TrajectoryStatus.COMPLETED))
+    done = run("plan", store)
+    assert done.exit_code == 0
+    assert "warning no row has tokens" in done.output
+    assert "0.0%" not in done.output, "nothing is padded, and nothing is not"
+
+
+@pytest.mark.parametrize("verb", ["doctor", "plan", "report"])
+def test_a_version_beyond_64_bits_and_a_key_of_no_row_are_refused(
+    store: Path, tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    add(store, row(40, metadata={"task": "x", "level": 3}))
+    done = run(verb, store, "--at", 2**63)
+    assert isinstance(done.exception, InputError)
+    assert f"policy version is {2**63}, expected a whole number of 64 bits" in str(done.exception)
+    done = run(verb, store, "--by", "metadata.tsk")
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception) == "no row has metadata.tsk\n  hint: keys of the metadata: level, task"
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_report_says_where_it_cannot_write(store: Path, tmp_path: Path) -> None:
+    for out, message in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.html", f"no folder {tmp_path}")):
+        done = run("report", store, "-o", out)
+        assert isinstance(done.exception, InputError)
+        assert message in str(done.exception)
 
 
 def test_report_writes_one_page(store: Path, tmp_path: Path) -> None:

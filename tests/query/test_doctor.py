@@ -139,6 +139,20 @@ FAULTS = [
         ["x"],
     ),
     Fault(
+        "no-tokens",
+        "warning",
+        lambda: changed(
+            [5],
+            prompt="asked",
+            response="said",
+            prompt_tokens=[],
+            response_tokens=[],
+            behavior_log_probs=[],
+            log_probs=[],
+        ),
+        names([5]),
+    ),
+    Fault(
         "empty-loss",
         "warning",
         lambda: changed([5], loss_mask=[0] * FULL, action_mask=[0, 0, 0, *[1] * 6]),
@@ -372,3 +386,37 @@ def test_a_store_without_any_version_or_log_prob_is_not_scolded_for_each_row() -
         "unknown-version": "note",
         "no-behavior-log-probs": "note",
     }
+
+
+def test_a_store_of_text_alone_is_told_once_what_it_is_good_for() -> None:
+    rows = [
+        Trajectory(
+            id=str(i),
+            prompt="p",
+            response=str(i),
+            group_id=f"g{i // 4}",
+            reward=float(i % 2),
+            version=PolicyVersion(0),
+            status=TrajectoryStatus.COMPLETED,
+        )
+        for i in range(40)
+    ]
+    assert {f.check: f.level for f in doctor(TrajectoryBatch(rows))} == {"no-tokens": "note"}
+
+
+@pytest.mark.parametrize(("value", "check"), [(0.0, "zero-behavior-log-probs"), (0.7, "positive-log-prob")])
+def test_what_is_no_log_prob_is_not_blamed_on_the_engine(value: float, check: str) -> None:
+    rows = changed(range(128), behavior_log_probs=[value] * RESPONSE)
+    rows[40].log_probs = np.array([-9.0] + [-0.001] * (RESPONSE - 1))
+    found = doctor(
+        TrajectoryBatch([replace(r, log_probs_version=4) if i < 64 else r for i, r in enumerate(rows)])
+    )
+    assert [(f.check, f.rows) for f in found] == [(check, 128)]
+
+
+@pytest.mark.parametrize(("size", "levels"), [(None, ["note"]), (1, []), (4, ["warning"])])
+def test_groups_that_are_all_of_one(size: int | None, levels: list[str]) -> None:
+    rows = [replace(r, group_id=r.id, group_size=size) for r in run()]
+    found = [f for f in doctor(TrajectoryBatch(rows)) if f.check == "group-of-one"]
+    assert [f.level for f in found] == levels
+    assert all(f.rows == len(rows) for f in found)

@@ -194,3 +194,10 @@ def test_scalar_columns_come_in_order_and_type(store: TrajectoryStore) -> None:
     assert store.scan("ingest_snapshot = 2").columns(["id"]).to_arrow()["id"].to_pylist() == [
         f"h{i}" for i in range(4)
     ]
+
+
+def test_a_gate_that_keeps_nothing_has_no_mean_length(store: TrajectoryStore) -> None:
+    text = str(store.scan("length < 0").explain("source"))
+    assert "mean length: dropped " in text
+    assert "nan" not in text
+    assert str(store.scan().explain("source")) == "no gate: every row stays"

@@ -197,3 +197,35 @@ def test_only_completed_members_speak_for_their_group() -> None:
     rows = [member(5, done), member(0, done), member(5, aborted)]
     lost = forecast(facts(TrajectoryBatch(rows)), Recipe(batch_size=2), max_staleness=1, group=2)
     assert lost.dropped == {"not completed": 1, "stale": 2}
+
+
+@pytest.mark.parametrize(
+    ("worst", "reason"),
+    [
+        ({"version": None}, "unknown version"),
+        ({"version": PolicyVersion(0)}, "stale"),
+        ({"response_tokens": [1] * 9}, "too long"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_completed_member_takes_its_group_along(worst: Any, reason: str, place: int) -> None:
+    fine = Trajectory(
+        group_id="g",
+        response_tokens=[1],
+        version=PolicyVersion(5),
+        status=TrajectoryStatus.COMPLETED,
+    )
+    bad = replace(fine, **worst)
+    others = [replace(fine, group_id="h")] * 3
+    recipe = Recipe(max_tokens=8)
+
+    def dropped(worst_row: Trajectory, group: int | None) -> dict[str, int]:
+        rows = [worst_row if i == place else fine for i in range(3)] + others
+        return dict(
+            forecast(facts(TrajectoryBatch(rows), at=5), recipe, max_staleness=1, group=group).dropped
+        )
+
+    assert dropped(bad, 2) == {reason: 3}, "no group is split"
+    assert dropped(bad, None) == {reason: 1}, "without groups a row goes by itself"
+    aborted = replace(bad, status=TrajectoryStatus.ABORTED)
+    assert dropped(aborted, 2) == {"not completed": 1}, "an aborted member takes nobody along"

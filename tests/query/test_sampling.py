@@ -125,6 +125,21 @@ def test_a_bad_allocation_is_refused_when_it_is_made(store: TrajectoryStore) -> 
         stratified_sample(store.scan(), 3, at=3, weights="tokens")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 2.5}, "n is 2.5, expected a whole number"),
+        ({"n": -1}, "n is -1, expected 0 or more"),
+        ({"n": 2, "seed": "x"}, "seed is 'x', expected a whole number"),
+    ],
+)
+def test_numbers_of_rows_and_seeds_are_whole(
+    store: TrajectoryStore, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(QueryError, match=message):
+        stratified_sample(store.scan(), by=None, **options)
+
+
 def test_a_value_inside_metadata_can_be_a_stratum(tmp_path: Path) -> None:
     rows = [
         Trajectory(

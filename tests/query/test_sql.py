@@ -11,6 +11,7 @@ import pytest
 
 from trajstore import CorruptFileError, PolicyVersion, QueryError, Trajectory, TrajectoryStore
 from trajstore.query import connect, fresh, stratified_sample
+from trajstore.query.sql import VIEWS
 from trajstore.schema import Column
 
 REWARDS = [1.0, 2.0, math.nan, 3.0, 6.0, 7.0, -0.0, math.inf, -math.inf]
@@ -209,6 +210,8 @@ def test_queries_of_every_form(store: TrajectoryStore, query: str) -> None:
         ("select nope from trajectories", "nope"),
         ("select id + 1 from trajectories", "Could not convert|No function matches|Conversion Error"),
         ("select error('mine')", "mine"),
+        ("from secrets", "secrets does not exist!\n  hint: views: trajectories, tokens"),
+        ("update extensions", "found a statement that is no query\n  hint: SQL here reads"),
     ],
 )
 def test_what_is_wrong_is_said(store: TrajectoryStore, query: str, message: str) -> None:
@@ -216,6 +219,15 @@ def test_what_is_wrong_is_said(store: TrajectoryStore, query: str, message: str)
     with pytest.raises(QueryError, match=message):
         connection.sql(query)
     assert connection.sql("select 1 as one").to_pylist() == [{"one": 1}]
+
+
+def test_the_views_can_be_listed(store: TrajectoryStore) -> None:
+    for query in ("show tables", " SHOW  ALL tables ;"):
+        assert connect(store).sql(query)["name"].to_pylist() == list(VIEWS)
+    narrow = connect(store.scan(columns=["id", "reward"]))
+    assert narrow.sql("show tables")["name"].to_pylist() == ["trajectories", "batches"]
+    for view in VIEWS:
+        assert connect(store).sql(f"describe {view}").num_rows > 5
 
 
 def test_a_query_while_the_result_of_another_is_alive(store: TrajectoryStore) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trajstore import (
@@ -140,6 +141,31 @@ def test_nemo_rl(store: TrajectoryStore) -> None:
     assert kept(store, 10, 6, convention="nemo-rl") == v(4) | {"mixed"}
 
 
+LEAST = {
+    **dict.fromkeys(("trajstore", "torchrl", "miles"), 10 - 4),  # of the oldest token
+    **dict.fromkeys(("trl", "torchforge", "nemo-rl"), 10 - 6),  # of the start
+    "verl": 10 + 1 - 6,
+    "prime-rl": 10 - 1 - 6,
+    "verl-metric": 10 - 1 - 9,
+    "verl-metric-worst": 10 - 1 - 4,
+}
+"""The least limit that keeps a row of versions 4 to 9 that is named after 6, at 10."""
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_which_version_of_a_mixed_row_counts(tmp_path: Path, convention: str) -> None:
+    """A row that was continued: its oldest tokens, the version it is named after and its newest differ."""
+    row = plain(
+        "continued",
+        6,
+        version_segments=[VersionSegment(1, 2, PolicyVersion(4)), VersionSegment(2, 3, PolicyVersion(9))],
+    )
+    store, least = store_of(tmp_path, [row]), LEAST[convention]
+    assert kept(store, 10, least, convention=convention) == {"continued"}
+    if least:
+        assert kept(store, 10, least - 1, convention=convention) == set()
+
+
 def test_a_convention_that_is_not_known(store: TrajectoryStore) -> None:
     with pytest.raises(QueryError, match="convention is 'verlx', expected one of trajstore, torchrl"):
         fresh(10, 1, convention="verlx")
@@ -212,6 +238,19 @@ def test_a_task_without_a_tolerance_is_named(tasks: TrajectoryStore) -> None:
         scan.count()
 
 
+def test_no_file_is_skipped_for_the_tolerance_of_another_task(tmp_path: Path) -> None:
+    rows = [
+        plain("code2", 2, source="code"),
+        plain("math2", 2, source="math"),
+        plain("math9", 9, source="math"),
+    ]
+    store = store_of(tmp_path, *([row] for row in rows))
+    assert kept(store, 10, {"code": 8}, by="source", otherwise=1) == {"code2", "math9"}
+    assert kept(store, 10, {"math": 1}, by="source", otherwise=8) == {"code2", "math9"}
+    with pytest.raises(QueryError, match="names no tolerance for source = 'code'"):
+        kept(store, 10, {"math": 1}, by="source")  # its only row is too old for any tolerance
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -221,11 +260,25 @@ def test_a_task_without_a_tolerance_is_named(tasks: TrajectoryStore) -> None:
         ({"max_staleness": {"a": 1}, "by": "source", "otherwise": -2}, "max_staleness is -2"),
         ({"max_staleness": 1, "otherwise": 2}, "otherwise= goes with a mapping"),
         ({"max_staleness": {"a": 1}, "by": 3}, "by is 3, expected a column's name"),
+        ({"max_staleness": 2.5}, "max_staleness is 2.5, expected a whole number"),
+        ({"max_staleness": {"a": "1"}, "by": "source"}, "max_staleness is '1', expected a whole number"),
     ],
 )
 def test_tolerances_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(QueryError, match=message):
         fresh(10, **options)
+
+
+@pytest.mark.parametrize("at", [None, "10", 10.7])
+def test_a_version_is_a_whole_number(at: Any) -> None:
+    with pytest.raises(ValidationError, match=f"policy version is {at!r}, expected a whole number"):
+        fresh(at, 1)
+
+
+def test_numpys_whole_numbers_are_as_good(store: TrajectoryStore) -> None:
+    assert kept(store, np.int64(10), np.int32(2)) == kept(store, 10, 2)
+    by = {"max_staleness": {None: np.int64(2)}, "by": "source", "otherwise": np.int8(0)}
+    assert kept(store, 10, **by) == kept(store, 10, 2)
 
 
 # Training
@@ -255,6 +308,10 @@ def test_informative_groups_are_kept_and_dropped_whole(tmp_path: Path) -> None:
         "rounding": [0.1 + 0.2, 0.3, 0.3],
         "nan": [math.nan, 1.0],
         "nan mixed": [math.nan, 1.0, 2.0],
+        "zero": [0.0, 0.0, 0.0],
+        "inf": [math.inf, 1.0, 1.0],
+        "inf mixed": [math.inf, 1.0, 2.0],
+        "-inf mixed": [-math.inf, 1.0, 2.0],
         "one": [1.0],
         None: [1.0, 2.0],
     }
@@ -264,7 +321,8 @@ def test_informative_groups_are_kept_and_dropped_whole(tmp_path: Path) -> None:
         for i, reward in enumerate(values)
     ]
     scan = store_of(tmp_path, rows[:7], rows[7:]).scan(where=informative_groups())
-    assert [row.group_id for row in scan.to_batch()] == ["mixed"] * 4 + ["nan mixed"] * 3
+    kept = ["mixed"] * 4 + [name for name in ("nan mixed", "inf mixed", "-inf mixed") for _ in range(3)]
+    assert [row.group_id for row in scan.to_batch()] == kept
 
 
 # Masking instead of dropping

@@ -207,6 +207,10 @@ def test_a_task_is_a_column_or_a_key_of_the_metadata(store: TrajectoryStore) -> 
         facts(store, by="nothing")
     with pytest.raises(QueryError, match="'tokens' is a list"):
         facts(store, by="tokens")
+    with pytest.raises(QueryError, match=r"no row has metadata\.tsk\n  hint: .* deep, task$"):
+        facts(store, by="metadata.tsk")
+    with pytest.raises(QueryError, match=r"no row has metadata\.tsk\n  hint: the rows have no metadata"):
+        facts(store.scan("metadata is null"), by="metadata.tsk")
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
@@ -227,3 +231,19 @@ def test_only_a_mask_that_is_one_place_early_is_shifted(first: int) -> None:
     found = measure(TrajectoryBatch([row, response]).to_arrow())
     assert found["mask_shifted"].tolist() == [False, first == 2]
     assert found["log_probs_shifted"].tolist() == [False, first == 2]
+
+
+def test_a_shift_is_told_whatever_row_comes_next() -> None:
+    """The next row has no prompt: its first token is of a response, and not of the row before."""
+    early = [0, 1, 1, 0]
+    row = Trajectory(
+        prompt_tokens=[7, 7],
+        response_tokens=[1, 1],
+        loss_mask=early,
+        behavior_log_probs=[-float(m) for m in early],
+    )
+    next_ = Trajectory(tokens=[1, 1], prompt_length=0, response_length=2)
+    right = Trajectory(prompt_tokens=[7, 7], response_tokens=[1, 1], loss_mask=[0, 0, 1, 1])
+    found = measure(TrajectoryBatch([row, next_, right, next_, row]).to_arrow())
+    assert found["mask_shifted"].tolist() == [True, False, False, False, True]
+    assert found["log_probs_shifted"].tolist() == [True, False, False, False, True]

@@ -357,6 +357,20 @@ def test_version_gaps_are_signed(store: TrajectoryStore) -> None:
     assert [row["x"] for row in ask(store, query)] == found
 
 
+def test_a_result_has_the_name_of_its_column() -> None:
+    frame = pl.DataFrame({"a": [1, 2], "b": [3, 4], "passed": [1, 0]})
+    found = frame.select(
+        pl.col("a").traj.version_gap(5),
+        pl.col("b").traj.padding_ratio(),
+    )
+    assert found.columns == ["a", "b"]
+    assert frame.select(pl.col("b").traj.pass_at_k("passed", 2)).columns == ["b"]
+    for name in ("log_ratio", "importance_ratio", "kl_k1", "kl_k2", "kl_k3"):
+        assert frame.select(getattr(pl.col("a").traj, name)("b")).columns == ["a"]
+    assert frame.select(pl.col("a").traj.truncated_importance_ratio("b", 2.0)).columns == ["a"]
+    assert frame.select(pl.col("b").traj.ess()).columns == ["b"]
+
+
 def test_sql_and_polars_agree_on_the_stores_own_tokens(store: TrajectoryStore) -> None:
     query = (
         "select group_id, avg(kl_k3(log_probs, behavior_log_probs)) as k3,"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trajstore import QueryError
 from trajstore.codec import id_hashes
-from trajstore.selection import Draw, draw, quotas, race, ranked, seeded_keys
+from trajstore.selection import Draw, draw, quotas, race, ranked, seeded_keys, whole_groups
 from trajstore.selection.derived import GROUP_MEMBERS, SUPERSEDED
 
 
@@ -229,6 +229,16 @@ def test_groups_are_drawn_whole_and_n_counts_them() -> None:
         assert all(count == (2 if name == "open" else 4) for name, count in counts.items())
         assert "short" not in counts
         assert None not in counts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "whole"), [((3, 0), False), ((0, 3), False), ((2, 0), True), ((0, 0), True)]
+)
+def test_the_size_of_a_group_is_what_any_member_says(sizes: tuple[int, int], whole: bool) -> None:
+    """A member that does not know the size, 0, says nothing of it."""
+    two = np.array([2, 2], np.int64)
+    found = whole_groups(np.zeros(2, np.int64), np.array(sizes, np.int64), two, np.ones(2, bool))
+    assert found.tolist() == [whole]
 
 
 def test_a_group_that_a_gate_has_cut_is_not_drawn() -> None:

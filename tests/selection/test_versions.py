@@ -68,6 +68,17 @@ def test_a_mean_of_large_versions_loses_nothing() -> None:
     assert mean_versions(rows, pa.array([base]), pa.array([base + 4])).to_pylist() == [base + 3.0]
 
 
+def test_versions_may_be_nanoseconds() -> None:
+    now = 1_900_000_000_123_456_789
+    oldest = pa.array([now, now - 2, None])
+    nothing = lists([None, None, None])
+    means = mean_versions(nothing, oldest, oldest).to_pylist()
+    assert means[:2] == [float(now), float(now - 2)]
+    assert means[2] is None
+    lengths = np.array([1, 1, 1], np.int64)
+    assert fresh_tokens(lengths, nothing, oldest, now, 1).tolist() == [1, 0, 0], "to the last digit"
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(row, max_size=6), st.integers(0, 12), st.integers(0, 4), st.integers(0, 3))
 def test_a_token_goes_by_its_segment_else_by_the_rows_oldest(
@@ -82,7 +93,7 @@ def test_a_token_goes_by_its_segment_else_by_the_rows_oldest(
                 expected.append(int(not inside or at - inside[0] <= limit))
             else:
                 expected.append(int(low is not None and at - low <= limit))
-    known = np.array([math.nan if v is None else v for v in oldest], np.float64)[cut:]
+    known = pa.array(oldest, pa.int64()).slice(cut)
     found = fresh_tokens(np.array(lengths, np.int64)[cut:], lists(segments).slice(cut), known, at, limit)
     assert found.dtype == np.int8
     assert found.tolist() == expected

@@ -31,6 +31,9 @@ app = typer.Typer(
 app.add_typer(cache.app, name="cache")
 
 
+QUERY = "One query over the views trajectories, tokens, segments, groups, batches."
+
+
 class _Shell:
     debug = False
 
@@ -137,10 +140,16 @@ def info(store: Store, snapshot: AtSnapshot = None, json: Json = False) -> None:
     verbs.info(store, snapshot=snapshot, json=json)
 
 
-@app.command(epilog='Example: trajstore sql air "select group_id, avg(reward) from trajectories group by 1"')
+@app.command(
+    epilog='Example: trajstore sql air "select group_id, avg(reward) from trajectories group by 1"; '
+    'columns: trajstore sql air "describe tokens"'
+)
 def sql(
     store: Store,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="SQL over the views of query/sql.")],
+    query: Annotated[
+        str,
+        typer.Argument(metavar="QUERY", help=QUERY),
+    ],
     current_version: Annotated[
         int | None, typer.Option("--at", metavar="V", help="Current policy version, for version_gap.")
     ] = None,

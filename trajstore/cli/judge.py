@@ -12,6 +12,7 @@ import typer
 
 from trajstore.cli import show
 from trajstore.cli.maintain import reference
+from trajstore.errors import InputError, StorageError
 from trajstore.store import TrajectoryStore
 
 if TYPE_CHECKING:
@@ -60,11 +61,12 @@ def doctor(
     """Say what is wrong with the rows before one trains on them. Exits 1 on an error."""
     from trajstore.query.doctor import doctor as examine
 
-    found = examine(_open(store, snapshot), at=at, by=by)
+    opened = _open(store, snapshot)
+    found = examine(opened, at=at, by=by)
     if json:
         show.as_json([vars(f) for f in found])
     else:
-        show.findings(found)
+        show.findings(found, rows=opened.scan().count())
     serious = ("error", "warning") if strict else ("error",)
     if any(f.level in serious for f in found):
         raise typer.Exit(FAILED)
@@ -130,44 +132,67 @@ def plan(
             [{**asked, **vars(f), "by_task": f.by_task.to_dicts(), "starved": f.starved} for asked, f in made]
         )
         return
-    show.table([_line(asked, f) for asked, f in made])
+    if not rows.frame["length"].sum():
+        empty = "no row has tokens" if len(rows) else "there are no rows"
+        show.console().print(f"[yellow]warning[/] {empty}: batches would be empty")
+    given = [name for name in made[0][0] if any(asked[name] is not None for asked, _ in made)]
+    ratios = any(f.ess_tokens == f.ess_tokens for _, f in made)
+    show.table([_line({name: asked[name] for name in given}, f, ranks, ratios) for asked, f in made])
     reasons = {reason for _, f in made for reason in f.dropped}
     if reasons:
+        # What a row is dropped for does not hang on the batches, but for the length that fits in one.
+        gates = [name for name in ("max_staleness", "max_tokens") if name in given]
+        lost = {tuple(asked[name] for name in gates): (asked, f) for asked, f in made}
         show.table(
-            [line for asked, f in made for line in _lost(asked, f, reasons)], title=f"dropped, by {by}"
+            [line for asked, f in lost.values() for line in _lost(asked, gates, f, reasons)],
+            title=f"dropped, by {by}",
         )
-    for asked, f in made:
-        for task in f.starved:
-            name = show.cell("unknown" if task is None else task, cut=False)
-            show.console().print(
-                f"[yellow]warning[/] max_staleness {asked['max_staleness']}: nothing is left of {name}"
-            )
+        for asked, f in lost.values():
+            _warn(asked, gates, f)
 
 
-def _line(asked: Mapping[str, Any], f: Forecast) -> dict[str, Any]:
-    line = {name: value for name, value in asked.items() if value is not None}
-    line |= {
+def _line(asked: Mapping[str, Any], f: Forecast, ranks: int, ratios: bool) -> dict[str, Any]:
+    line = {
+        **asked,
         "kept": f"{f.kept:,} of {f.rows:,}",
         "batches": f"{f.batches:,}",
         "rows/batch": f"{f.rows_per_batch:,.1f}",
         "tokens/batch": f"{f.tokens_per_batch:,.0f} ({f.fewest_tokens:,} to {f.most_tokens:,})",
-        "padding": f"{f.padding:.1%}",
+        "padding": f"{f.padding:.1%}" if f.tokens_per_batch else None,
         "ESS freshness": _share(f.ess_freshness),
     }
-    if f.ess_tokens == f.ess_tokens:
+    if ranks > 1:
+        line |= {"steps": f"{f.batches // ranks:,}", "tokens/step": f"{f.tokens_per_batch * ranks:,.0f}"}
+    if ratios:
         line |= {"ESS tokens": _share(f.ess_tokens), "ESS rows": _share(f.ess_rows)}
     return line
 
 
-def _lost(asked: Mapping[str, Any], f: Forecast, reasons: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _lost(
+    asked: Mapping[str, Any], gates: Iterable[str], f: Forecast, reasons: Iterable[str]
+) -> Iterator[dict[str, Any]]:
     names = {"rows", "kept", *reasons}
     for task in f.by_task.to_dicts():
-        line: dict[str, Any] = {"max_staleness": asked["max_staleness"], "task": task["task"]}
+        line: dict[str, Any] = {**{name: asked[name] for name in gates}, "task": _task(task["task"])}
         line |= {name: value for name, value in task.items() if name in names}
         line["kept %"] = f"{task['kept'] / task['rows']:.1%}"
-        for name, title in (("kept_length", "mean length kept"), ("dropped_length", "dropped")):
+        for name, title in (("kept_length", "mean length kept"), ("dropped_length", "mean length dropped")):
             line[title] = None if task[name] is None else round(task[name], 1)
         yield line
+
+
+def _warn(asked: Mapping[str, Any], gates: Iterable[str], f: Forecast) -> None:
+    """Names the tasks of which nothing is left, and why."""
+    at = ", ".join(f"{name} {asked[name]}" for name in gates if asked[name] is not None)
+    for task in f.by_task.to_dicts():
+        if task["task"] in f.starved:
+            why = ", ".join(f"{task[reason]:,} {reason}" for reason in f.dropped if task[reason])
+            name = show.cell(_task(task["task"]), cut=False)
+            show.console().print(f"[yellow]warning[/] {at and at + ': '}nothing is left of {name}: {why}")
+
+
+def _task(name: str | None) -> str:
+    return "unknown" if name is None else name
 
 
 def _share(value: float) -> str | None:
@@ -187,5 +212,14 @@ def report(
     """Write one page with the plots and numbers of a store; it needs no network."""
     from trajstore.report import gather, page
 
-    out.write_text(page(gather(_open(store, snapshot), at=at, by=by)))
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = (
+            "is a folder" if out.is_dir() else f"cannot be made: there is no folder {out.absolute().parent}"
+        )
+        raise InputError(f"{out} {what}", hint="give the file to write: -o report.html")
+    text = page(gather(_open(store, snapshot), at=at, by=by))
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}") from error
     show.console().print(f"wrote {out} ({show.size(out.stat().st_size)})", markup=False)

@@ -63,12 +63,14 @@ def cell(value: Any, *, cut: bool) -> str:
 
 
 def as_json(value: Any) -> None:
-    """Prints one JSON document; NaN and infinities as strings, which every parser reads."""
+    """Prints one JSON document; NaN, infinities and bytes (in hex) as strings, for every parser."""
     print(json.dumps(plain(value), indent=1, default=str))
 
 
 def plain(value: Any) -> Any:
     """The value with what JSON has no form for written out."""
+    if isinstance(value, bytes):
+        return value.hex()
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, Mapping):
@@ -82,11 +84,11 @@ LEVEL_STYLES = {"error": "bold red", "warning": "yellow", "note": "blue"}
 SHOWN_IDS = 3
 
 
-def findings(found: Sequence[Finding], out: Console | None = None) -> None:
-    """Prints what the doctor found: a level, what it is, which rows, what to do."""
-    out = console() if out is None else out
+def findings(found: Sequence[Finding], *, rows: int) -> None:
+    """Prints what the doctor found in so many rows: a level, what it is, which rows, what to do."""
+    out = console()
     if not found:
-        out.print("nothing found that a trainer should know")
+        out.print("nothing found that a trainer should know" if rows else "there are no rows")
     for one in found:
         style = LEVEL_STYLES[one.level]
         ids = ", ".join(one.ids[:SHOWN_IDS]) + (", …" if one.rows > SHOWN_IDS else "")

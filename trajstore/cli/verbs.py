@@ -20,6 +20,7 @@ from trajstore.ingest.refusals import OnBadRecord
 from trajstore.query import Explanation, connect, fresh, max_times_sampled, stratified_sample
 from trajstore.schema import FORMAT_VERSION
 from trajstore.selection import Allocation
+from trajstore.selection.explain import bucket
 from trajstore.store import Scan, TrajectoryStore
 
 SHOWN_REFUSALS = 10
@@ -235,10 +236,16 @@ def sql(store: str, query: str, *, current_version: int | None, snapshot: str | 
     """`trajstore sql`."""
     with connect(_open(store, snapshot), current_version=current_version) as connection:
         result = _unique(connection.sql(query))
+    try:
+        rows = result.to_pylist()
+    except (OverflowError, ValueError) as error:  # DuckDB's dates and intervals go further than Python's
+        raise QueryError(
+            f"a value cannot be shown: {error}", hint="cast it to text in the query: value::varchar"
+        ) from error
     if json:
-        show.as_json(result.to_pylist())
+        show.as_json(rows)
     else:
-        show.table(result.to_pylist(), columns=result.schema.names)
+        show.table(rows, columns=result.schema.names)
 
 
 def _unique(result: pa.Table) -> pa.Table:
@@ -329,7 +336,7 @@ def _explain(explained: Explanation, *, json: bool) -> None:
         for gate in explained
         for part, share in (
             *((f"{explained.by} {share.value}", share) for share in gate.by_task),
-            *((f"{share.value[0]} to {share.value[1]} tokens", share) for share in gate.by_length),
+            *((f"{bucket(share.value)} tokens", share) for share in gate.by_length),
         )
     ]
     totals = [
@@ -338,8 +345,8 @@ def _explain(explained: Explanation, *, json: bool) -> None:
             "rows in": gate.rows_in,
             "kept": gate.rows_out,
             "dropped": gate.dropped,
-            "mean length kept": round(gate.mean_length_kept, 1),
-            "mean length dropped": round(gate.mean_length_dropped, 1),
+            "mean length kept": _rounded(gate.mean_length_kept),
+            "mean length dropped": _rounded(gate.mean_length_dropped),
         }
         for gate in explained
     ]
@@ -347,6 +354,10 @@ def _explain(explained: Explanation, *, json: bool) -> None:
     show.table(rows)
     for warning in explained.warnings:
         show.console().print(f"warning: {warning}", markup=False)
+
+
+def _rounded(length: float) -> float | None:
+    return round(length, 1) if length == length else None
 
 
 def _current(at: int | None, why: str) -> int:

@@ -17,20 +17,23 @@ from trajstore.trajectory import PolicyVersion, version_number
 
 @pl.api.register_expr_namespace("traj")
 class Traj:
-    """Metrics on the expression it is called on; formulas and their sources are those of sql/macros.sql."""
+    """Metrics on the expression it is called on; formulas and their sources are those of sql/macros.sql.
+
+    A result has the name of what it is called on, as polars' own expressions do.
+    """
 
     def __init__(self, expression: pl.Expr) -> None:
         self._self = expression
 
     def version_gap(self, current_version: PolicyVersion | int) -> pl.Expr:
         """Of versions: current version minus version, int64; negative where newer than the trainer."""
-        return version_number(current_version) - self._self.cast(pl.Int64)
+        return -self._self.cast(pl.Int64) + version_number(current_version)
 
     def padding_ratio(self) -> pl.Expr:
         """Aggregate of lengths: padding / padded size when these rows are one batch; null without tokens."""
         lengths = self._self.cast(pl.Float64)
         size = lengths.count() * lengths.max()
-        return 1 - lengths.sum() / pl.when(size != 0).then(size)
+        return -(lengths.sum() / pl.when(size != 0).then(size)) + 1
 
     def log_ratio(self, behavior_log_probs: Any) -> pl.Expr:
         """Of trainer log-probs: log p - log q, float64, with q the behaviour policy."""
@@ -51,7 +54,7 @@ class Traj:
 
     def kl_k2(self, behavior_log_probs: Any) -> pl.Expr:
         """Of trainer log-probs: (log r)² / 2, biased, of low variance."""
-        return 0.5 * self.log_ratio(behavior_log_probs) ** 2
+        return self.log_ratio(behavior_log_probs) ** 2 * 0.5
 
     def kl_k3(self, behavior_log_probs: Any) -> pl.Expr:
         """Of trainer log-probs: r - 1 - log r, unbiased and never negative."""
@@ -71,14 +74,18 @@ class Traj:
             passed: how many of the group passed.
             k: samples.
         """
-        return pl.struct(self._self.alias("n"), _column(passed).alias("c")).map_batches(
+        # The struct is named after its first field: after what it is called on.
+        return pl.struct(self._self, _column(passed).alias(_PASSED)).map_batches(
             lambda rows: _pass_at_k(rows, k), return_dtype=pl.Float64, is_elementwise=True
         )
 
 
+_PASSED = "__passed"
+
+
 def _pass_at_k(rows: pl.Series, k: int) -> pl.Series:
-    frame = rows.struct.unnest()
-    n, c = (frame[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in ("n", "c"))
+    columns = rows.struct.unnest().get_columns()
+    n, c = (column.cast(pl.Float64).fill_null(np.nan).to_numpy() for column in columns)
     failed = np.ones(len(n))
     with np.errstate(invalid="ignore", divide="ignore"):
         for i in range(max(k, 0)):  # C(n - c, k) / C(n, k), a factor at a time: no factorial is needed

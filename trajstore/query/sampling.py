@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 import pyarrow.compute as pc
@@ -52,9 +53,10 @@ def stratified_sample(
         seed: chooses the draw.
 
     Raises:
-        QueryError: n is negative; `by` or `weights` is no scalar; a version gap without `at`; the allocation
-            is neither a word nor weights of 0 or more.
+        QueryError: n is negative, or n or the seed is no whole number; `by` or `weights` is no scalar; a
+            version gap without `at`; the allocation is neither a word nor weights of 0 or more.
     """
+    n, seed = _whole(n, "n"), _whole(seed, "seed")
     if n < 0:
         raise QueryError(f"n is {n}, expected 0 or more")
     if isinstance(allocation, Mapping):
@@ -72,6 +74,13 @@ def stratified_sample(
     return scan.filter(Draw(n, by, allocation, version, seed, weights, gap_of, whole_groups))
 
 
+def _whole(value: Any, name: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise QueryError(f"{name} is {value!r}, expected a whole number") from None
+
+
 def max_times_sampled(scan: Scan, k: int, *, ledger_rows: int | None = None) -> Scan:
     """The scan narrowed to rows that were trained on fewer than k times, by the training ledger.
 
@@ -87,6 +96,7 @@ def max_times_sampled(scan: Scan, k: int, *, ledger_rows: int | None = None) -> 
     Raises:
         QueryError: k is below 1.
     """
+    k = _whole(k, "k")
     if k < 1:
         raise QueryError(f"k is {k}, expected 1 or more", hint='filter("false") keeps no row')
     ledger = side.recorded(scan.place)

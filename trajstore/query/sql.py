@@ -67,6 +67,8 @@ class Connection:
         try:
             if self._rows.trusted:
                 return _result(self._over_files(query), query, parameters)
+            if _SHOW_TABLES.fullmatch(query):
+                return pa.table({"name": self._rows.views()})
             kind = _check_reads(query)
             narrow = self._over_scalars(query, parameters) if kind == duckdb.StatementType.SELECT else None
             if narrow is not None:
@@ -157,14 +159,7 @@ class Connection:
             connection.execute(f"create or replace temp view stored as {stored}")
         else:
             connection.register("stored", stored)
-        views = ["trajectories"]
-        if {"id", "group_id", "version_segments"} <= set(schema.names):
-            views.append("segments")
-        if set(_OF_GROUPS) <= set(schema.names):
-            views.append("groups")
-        if set(_OF_TOKENS) <= set(schema.names):
-            views.append("tokens")
-        define(connection, schema, self._current_version, views)
+        define(connection, schema, self._current_version, self._rows.views()[:-1])
         return connection
 
 
@@ -176,6 +171,11 @@ _OF_TOKENS = (
     *("id", "group_id", "length", "prompt_length", "version_segments", "oldest_version_id"),
     *("newest_version_id", "tokens", "loss_mask", "action_mask", "log_probs", "behavior_log_probs"),
 )
+_NEEDED_BY = {
+    "tokens": _OF_TOKENS,
+    "segments": ("id", "group_id", "version_segments"),
+    "groups": _OF_GROUPS,
+}
 _PADDING = pa.schema(
     [
         *(("plan", pa.string()), ("batch", pa.int64()), ("rows", pa.int64()), ("tokens", pa.int64())),
@@ -227,6 +227,10 @@ class Rows:
             if self._everything is None:
                 self._everything = self.scan.to_arrow()
             return self._everything
+
+    def views(self) -> list[str]:
+        """Views for which the columns are there, in the order of `VIEWS`; `batches`, last, always is."""
+        return [view for view in VIEWS if set(_NEEDED_BY.get(view, ())) <= set(self.schema.names)]
 
     def scalars(self, names: Sequence[str]) -> pa.Table:
         """Scalar columns of the rows, from the handle's cache."""
@@ -318,6 +322,8 @@ def _whole_numbers(table: pa.Table) -> pa.Table:
     return table
 
 
+_READS_ONLY = "SQL here reads the store's rows only; use your own DuckDB on Scan.data_files() for more"
+_SHOW_TABLES = re.compile(r"\s*show\s+(all\s+)?tables\s*;?\s*", re.IGNORECASE)
 _QUERIES = (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI)  # MULTI is a pivot
 _EXPLAIN = re.compile(r"\s*explain\b(\s*\([^)]*\)|\s+analyze\b)*", re.IGNORECASE)
 
@@ -327,14 +333,17 @@ def _check_reads(text: str) -> Any:
     statements = duckdb.extract_statements(text)
     if len(statements) != 1:
         raise QueryError(f"found {len(statements)} statements, expected one query")
-    kind = statements[0].type
+    try:
+        kind = statements[0].type
+    except ValueError as error:  # a type that DuckDB's own Python does not know is no query
+        raise QueryError("found a statement that is no query", hint=_READS_ONLY) from error
     explained = _EXPLAIN.match(text)
     if kind == duckdb.StatementType.EXPLAIN and explained:  # `explain analyze` runs what follows
         _check_reads(text[explained.end() :])
     elif kind not in _QUERIES:
         raise QueryError(
             f"found a statement of type {kind.name.lower()}, expected a query",
-            hint="SQL here reads the store's rows only; use your own DuckDB on Scan.data_files() for more",
+            hint=_READS_ONLY,
         )
     return kind
 
@@ -345,8 +354,11 @@ def _first_line(error: duckdb.Error) -> str:
 
 def _hint(error: duckdb.Error) -> str:
     if isinstance(error, duckdb.PermissionException):
-        return "SQL here reads the store's rows only; use your own DuckDB on Scan.data_files() for more"
+        return _READS_ONLY
     for line in str(error).splitlines()[1:]:
-        if line.startswith(("Candidate", "Did you mean")):
+        # DuckDB's guess at a table is one of its own catalogue, not a view.
+        if line.startswith("Candidate") or (
+            line.startswith("Did you mean") and "Table with name" not in _first_line(error)
+        ):
             return line
     return f"views: {', '.join(VIEWS)}; their columns: describe {VIEWS[0]}"

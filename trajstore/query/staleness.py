@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajstore.batch import TrajectoryBatch
 from trajstore.errors import QueryError, ValidationError
@@ -141,7 +140,7 @@ def mask_stale_tokens(
     """
     table = source.to_arrow()
     lengths = table["length"].to_numpy().astype(np.int64)
-    oldest = pc.cast(table["oldest_version_id"], pa.float64()).fill_null(np.nan).to_numpy()
+    oldest = table["oldest_version_id"]
     fresh_ = fresh_tokens(lengths, table["version_segments"], oldest, version_number(at), max_staleness)
     mask = _loss_mask(table, lengths) * fresh_
     field = table.schema.field("loss_mask")

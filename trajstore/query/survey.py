@@ -7,6 +7,7 @@ is read once, a row group at a time, and what stays in memory is a few numbers a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ def facts(source: Source, *, at: PolicyVersion | int | None = None, by: str = "s
         by: what a task is: a scalar column, or `metadata.KEY` for a key of the JSON in `metadata`.
 
     Raises:
-        QueryError: `by` is not a scalar column.
+        QueryError: `by` is not a scalar column, or a key that no row has.
     """
     source = source.scan() if isinstance(source, TrajectoryStore) else source
     task = scalar(by)
@@ -96,7 +97,16 @@ def facts(source: Source, *, at: PolicyVersion | int | None = None, by: str = "s
         drift_gap=pl.coalesce("log_probs_version", current) - oldest,
         **{name: pl.col(name).cast(pl.Int64) for name in lengths},
     )
+    if root == "metadata" and by != root and len(frame) and frame["task"].null_count() == len(frame):
+        raise QueryError(f"no row has {by}", hint=_keys(frame["metadata"]))
     return Survey(now, by, frame if root in SCALARS else frame.drop(root))
+
+
+def _keys(metadata: pl.Series) -> str:
+    """The keys one could name, from the first rows that have any."""
+    found = (json.loads(text) for text in metadata.drop_nulls().head(100))
+    names = sorted({key for one in found if isinstance(one, dict) for key in one})
+    return f"keys of the metadata: {', '.join(names)}" if names else "the rows have no metadata"
 
 
 def _scalars(source: Scan | TrajectoryBatch, names: Iterable[str]) -> pl.DataFrame:

@@ -56,16 +56,34 @@ def _tips(**fields: str) -> list[alt.Tooltip]:
     return out
 
 
-def _versions(field: str = "version_id", title: str = "policy version") -> alt.X:
+def _versions(step: int, field: str = "version_id", title: str = "policy version") -> alt.X:
+    title = title if step == 1 else f"{title}, in steps of {step:,}"
     return alt.X(f"{field}:Q", title=title, axis=alt.Axis(format="d", tickMinStep=1))
 
 
-def rewards(table: pl.DataFrame) -> Spec:
+def _counts(field: str, title: str) -> alt.Y:
+    return alt.Y(f"{field}:Q", title=title, axis=alt.Axis(format=",d", tickMinStep=1))
+
+
+def reward_histogram(table: pl.DataFrame) -> Spec:
+    """Rows by reward; a bar each, or bins."""
+    tips = _tips(from_="low:Q:.4", to="high:Q:.4", rows="rows:Q:,")
+    if (table["low"] == table["high"]).all():
+        named = table.with_columns(pl.col("low").alias("name"))
+        chart = _chart(named).encode(
+            x=alt.X("name:O", title="reward", axis=alt.Axis(labelAngle=0, format=".4~", labelOverlap=True))
+        )
+    else:
+        chart = _chart(table).encode(x=alt.X("low:Q", bin="binned", title="reward"), x2="high:Q")
+    return _spec(chart.mark_bar().encode(y=_counts("rows", "rows"), tooltip=tips))
+
+
+def rewards(table: pl.DataFrame, step: int) -> Spec:
     """Mean reward against the version a row was started under, a line a task."""
     tips = _tips(version="version_id:Q", task="task:N", mean_reward="reward:Q:.3f", rows="rows:Q:,")
     many = table["task"].n_unique() > 1
     base = _chart(table.filter(pl.col("version_id").is_not_null())).encode(
-        x=_versions(), y=alt.Y("reward:Q", title="mean reward", scale=alt.Scale(zero=False))
+        x=_versions(step), y=alt.Y("reward:Q", title="mean reward", scale=alt.Scale(zero=False))
     )
     if many:
         base = base.encode(color=alt.Color("task:N", title=None))
@@ -83,21 +101,27 @@ def bars(
         _chart(named)
         .mark_bar()
         .encode(
-            x=alt.X("name:N", title=x_title, sort=alt.SortField("order"), axis=alt.Axis(labelAngle=0)),
-            y=alt.Y(f"{y}:Q", title=y_title),
+            x=alt.X(
+                "name:N",
+                title=x_title,
+                sort=alt.SortField("order"),
+                axis=alt.Axis(labelAngle=0, labelOverlap=True),
+            ),
+            y=_counts(y, y_title),
             tooltip=list(tips),
         )
     )
 
 
-def ages(table: pl.DataFrame) -> Spec:
+def ages(table: pl.DataFrame, step: int) -> Spec:
     """Rows at each version gap."""
+    title = "version gap" if step == 1 else f"version gap, in steps of {step:,}"
     tips = _tips(gap="name:N", rows="rows:Q:,", tokens="tokens:Q:,", mean_reward="reward:Q:.3f")
     table = table.sort("gap", nulls_last=True)
-    return bars(table, "gap", "rows", x_title="version gap", y_title="rows", tips=tips)
+    return bars(table, "gap", "rows", x_title=title, y_title="rows", tips=tips)
 
 
-def drift(table: pl.DataFrame) -> Spec:
+def drift(table: pl.DataFrame, step: int) -> Spec:
     """Mean |log-ratio| and k3 against the gap at which log-probs were recomputed."""
     known = table.filter(pl.col("drift_gap").is_not_null())
     names = {"abs_log_ratio": "mean |log-ratio|", "k3": "KL (k3)"}
@@ -105,7 +129,7 @@ def drift(table: pl.DataFrame) -> Spec:
         pl.col("variable").replace(names)
     )
     base = _chart(long).encode(
-        x=_versions("drift_gap", "version gap"),
+        x=_versions(step, "drift_gap", "version gap"),
         y=alt.Y("value:Q", title="nats a token"),
         color=alt.Color("variable:N", title=None),
     )
@@ -113,7 +137,7 @@ def drift(table: pl.DataFrame) -> Spec:
     return _line(base, tips)
 
 
-def ess(table: pl.DataFrame) -> Spec:
+def ess(table: pl.DataFrame, step: int) -> Spec:
     """Effective sample size over n and clip fraction against the gap."""
     known = table.filter(pl.col("drift_gap").is_not_null()).with_columns(
         clipped=pl.col("clipped_low") + pl.col("clipped_high")
@@ -123,7 +147,7 @@ def ess(table: pl.DataFrame) -> Spec:
         pl.col("variable").replace(names)
     )
     base = _chart(long).encode(
-        x=_versions("drift_gap", "version gap"),
+        x=_versions(step, "drift_gap", "version gap"),
         y=alt.Y("value:Q", title="share", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
         color=alt.Color("variable:N", title=None, sort=list(names.values())),
     )
@@ -131,10 +155,10 @@ def ess(table: pl.DataFrame) -> Spec:
     return _line(base, tips)
 
 
-def staleness(table: pl.DataFrame) -> Spec:
+def staleness(table: pl.DataFrame, step: int) -> Spec:
     """Share of each task that a gate keeps, against max_staleness."""
     base = _chart(table).encode(
-        x=_versions("max_staleness", "max_staleness"),
+        x=_versions(step, "max_staleness", "max_staleness"),
         y=alt.Y("share:Q", title="rows kept", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
     )
     if table["task"].n_unique() > 1:
@@ -151,9 +175,11 @@ def length_histogram(table: pl.DataFrame) -> Spec:
         _chart(ranked)
         .mark_bar()
         .encode(
-            x=alt.X("low:Q", bin="binned", title="response tokens", axis=alt.Axis(format="d")),
+            x=alt.X(
+                "low:Q", bin="binned", title="response tokens", axis=alt.Axis(format=",d", tickMinStep=1)
+            ),
             x2="high:Q",
-            y=alt.Y("rows:Q", title="rows", stack="zero"),
+            y=_counts("rows", "rows").stack("zero"),
             color=alt.Color("ended:N", title=None, sort=order),
             order=alt.Order("order:Q"),
             tooltip=_tips(from_="low:Q:,", below="high:Q:,", ended="ended:N", rows="rows:Q:,"),
@@ -161,7 +187,7 @@ def length_histogram(table: pl.DataFrame) -> Spec:
     )
 
 
-def lengths(table: pl.DataFrame) -> Spec:
+def lengths(table: pl.DataFrame, step: int) -> Spec:
     """Median, 90th percentile and longest response against the version."""
     names = {"p50": "median", "p90": "90th percentile", "longest": "longest"}
     long = (
@@ -171,7 +197,7 @@ def lengths(table: pl.DataFrame) -> Spec:
         .with_columns(pl.col("variable").replace(names))
     )
     base = _chart(long).encode(
-        x=_versions(),
+        x=_versions(step),
         y=alt.Y("value:Q", title="response tokens"),
         color=alt.Color("variable:N", title=None, sort=list(names.values())),
     )
@@ -202,12 +228,11 @@ def _names(order: Sequence[str], field: str, width: int) -> alt.Y:
 
 
 def groups(table: pl.DataFrame) -> Spec:
-    """Groups by the standard deviation of their rewards; those without any stand apart."""
-    judged = table.filter(pl.col("zero_variance").is_not_null())
-    width = (max(judged["reward_std"].to_list(), default=0.0) or 1.0) / 24
+    """Groups by the standard deviation of their rewards, all finite; those without any stand apart."""
+    width = (max(table["reward_std"].to_list(), default=0.0) or 1.0) / 24
     std = pl.col("reward_std")
     binned = (
-        judged.with_columns(
+        table.with_columns(
             low=pl.when("zero_variance").then(-width).otherwise((std / width).floor().clip(0, 23) * width),
             kind=pl.when("zero_variance").then(pl.lit("no signal")).otherwise(pl.lit("rewards differ")),
         )
@@ -222,7 +247,7 @@ def groups(table: pl.DataFrame) -> Spec:
         .encode(
             x=alt.X("low:Q", bin="binned", title="standard deviation of a group's rewards (left of 0: none)"),
             x2="high:Q",
-            y=alt.Y("groups:Q", title="groups"),
+            y=_counts("groups", "groups"),
             color=alt.Color("kind:N", title=None, sort=["rewards differ", "no signal"]),
             tooltip=_tips(from_="low:Q:.3f", to="high:Q:.3f", groups="groups:Q:,", kind="kind:N"),
         )
@@ -236,7 +261,7 @@ def sizes(table: pl.DataFrame) -> Spec:
         .mark_bar()
         .encode(
             y=_names(table["column"].to_list(), "column", width=200),
-            x=alt.X("bytes:Q", title="compressed bytes", axis=alt.Axis(format="~s")),
+            x=alt.X("bytes:Q", title="compressed bytes", axis=alt.Axis(format="~s", tickCount=5)),
             tooltip=_tips(column="column:N", bytes="bytes:Q:,", share="share:Q:.1%"),
         )
     )

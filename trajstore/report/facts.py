@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from urllib.parse import unquote
 
 import numpy as np
@@ -21,6 +22,12 @@ from trajstore.trajectory import PolicyVersion
 SHOWN_TASKS = 6
 """Tasks that get a line of their own; those of the fewest rows are joined."""
 
+SHOWN_VERSIONS = 40
+"""Versions, or gaps, that are shown each by itself; more are joined in steps of 2, 5, 10, ..."""
+
+SHOWN_REWARDS = 24
+"""Rewards that have a bar each; when there are more different ones, they share so many bins."""
+
 OTHER_TASKS = "other tasks"
 LENGTH_BINS = 40
 
@@ -35,8 +42,14 @@ class Facts:
         at: the policy version that gaps are counted from; None when no version is known.
         by: what a task is.
         rows, tokens, groups, versions: totals; versions is the number of different ones.
+        version_step, gap_step: how many versions, or gaps, the tables below show as one, named by the lowest
+            (in `staleness` by the highest, so that what it says of a gate is exact); 1 when all are apart.
+        mean_gap, near: of completed rows with a known version: their mean gap, and the share of all completed
+            rows whose gap is -1, 0 or 1; None when no version is known.
         findings: the doctor's.
-        rewards: completed rows by version; `rewards_by_task` by task and version, tasks of few rows joined.
+        rewards: completed rows by version; `rewards_by_task` by task and version, tasks of few rows joined;
+            `tasks` by task.
+        reward_histogram: low, high (the same, or a bin), rows; of finite rewards of completed rows.
         ages: completed rows by version gap.
         drift: by gap at which log-probs were recomputed.
         staleness: what a gate keeps of all completed rows; `staleness_by_task` of each task.
@@ -56,9 +69,15 @@ class Facts:
     tokens: int
     groups_count: int
     versions: int
+    version_step: int
+    gap_step: int
+    mean_gap: float | None
+    near: float | None
     findings: list[Finding]
     rewards: pl.DataFrame
     rewards_by_task: pl.DataFrame
+    tasks: pl.DataFrame
+    reward_histogram: pl.DataFrame
     ages: pl.DataFrame
     drift: pl.DataFrame
     staleness: pl.DataFrame
@@ -84,8 +103,14 @@ def gather(store: TrajectoryStore, *, at: PolicyVersion | int | None = None, by:
         CorruptFileError: a data file cannot be read.
     """
     rows = survey(store, at=at, by=by)
-    done = rows.finished
+    exact = rows.finished
+    versions, gaps = _step(rows.frame["version_id"]), _step(rows.frame["gap"], rows.frame["drift_gap"])
+    joined = {name: pl.col(name) // versions * versions for name in ("version_id", "oldest_version_id")}
+    joined |= {name: pl.col(name) // gaps * gaps for name in ("gap", "drift_gap")}
+    done = exact.with_columns(**joined)
     tasked = _with_few_tasks(done)
+    gated = _with_few_tasks(exact).with_columns(gap=-(-pl.col("gap") // gaps) * gaps)
+    known = exact["gap"].drop_nulls()
     (state,) = [s for s in store.history() if s.snapshot == store.snapshot]
     return Facts(
         store=unquote(store.uri.removeprefix("file://")),
@@ -97,20 +122,54 @@ def gather(store: TrajectoryStore, *, at: PolicyVersion | int | None = None, by:
         tokens=int(rows.frame["length"].sum()),
         groups_count=rows.frame["group_id"].drop_nulls().n_unique(),
         versions=rows.frame["version_id"].drop_nulls().n_unique(),
+        version_step=versions,
+        gap_step=gaps,
+        mean_gap=float(known.to_numpy().mean()) if len(known) else None,
+        near=int(known.is_between(-1, 1).sum()) / len(exact) if len(known) else None,
         findings=examine(rows),
         rewards=metrics.ages(done, ("version_id",)),
         rewards_by_task=metrics.rewards(tasked),
+        tasks=metrics.ages(tasked, ("task",)),
+        reward_histogram=reward_histogram(done["reward"]),
         ages=metrics.ages(done),
         drift=metrics.drift(done),
-        staleness=metrics.staleness(done.with_columns(task=pl.lit("all"))),
-        staleness_by_task=metrics.staleness(tasked),
-        outcomes=metrics.outcomes(rows.frame),
+        staleness=metrics.staleness(gated.with_columns(task=pl.lit("all"))),
+        staleness_by_task=metrics.staleness(gated),
+        outcomes=metrics.outcomes(rows.frame.with_columns(version_id=joined["version_id"])),
         lengths=metrics.lengths(done),
         length_histogram=length_histogram(rows),
         groups=metrics.groups(done),
-        padding=paddings(done),
+        padding=paddings(exact),
         bytes=dict(sorted(store.column_bytes().items(), key=lambda item: -item[1])),
     )
+
+
+def _step(*columns: pl.Series) -> int:
+    """1, 2, 5, 10, 20, ...: the least that leaves at most SHOWN_VERSIONS of each column's values."""
+    return max(_step_of(column.drop_nulls().unique().to_list()) for column in columns)
+
+
+def _step_of(values: list[int]) -> int:
+    if len(values) <= SHOWN_VERSIONS:
+        return 1
+    low, high = min(values), max(values)
+    steps: Iterator[int] = (digit * 10**zeros for zeros in count() for digit in (1, 2, 5))
+    for step in steps:
+        if high // step - low // step < SHOWN_VERSIONS:
+            return step
+    raise AssertionError
+
+
+def reward_histogram(rewards: pl.Series) -> pl.DataFrame:
+    """Rows by reward: a line each where few rewards are different, else equal bins; low, high, rows."""
+    finite = rewards.filter(rewards.is_finite())
+    value = pl.col("reward")
+    apart = finite.to_frame("reward").group_by(low=value, high=value).agg(rows=pl.len().cast(pl.Int64))
+    if len(apart) <= SHOWN_REWARDS:
+        return apart.sort("low")
+    counts, edges = np.histogram(finite.to_numpy(), SHOWN_REWARDS)
+    bins = pl.DataFrame({"low": edges[:-1], "high": edges[1:], "rows": counts.astype(np.int64)})
+    return bins.filter(pl.col("rows") > 0)
 
 
 def _with_few_tasks(done: pl.DataFrame) -> pl.DataFrame:

@@ -11,7 +11,7 @@ import polars as pl
 
 from trajstore.errors import TrajstoreError
 from trajstore.report.facts import Facts
-from trajstore.report.text import NOTHING, number, percent, short
+from trajstore.report.text import NOTHING, number, percent, short, size
 
 SHOWN_IDS = 5
 
@@ -37,6 +37,9 @@ def page(facts: Facts) -> str:
     for section in sections.all_of(facts):
         panels = []
         for spec, numbers in section.panels:
+            if spec is None:
+                panels.append(f'<div class="row alone">{numbers}</div>')
+                continue
             place = f"plot-{len(specs)}"
             specs[place] = spec
             label = escape(f"{section.name}: {section.says}")
@@ -99,7 +102,7 @@ def _tiles(facts: Facts) -> str:
         "groups": f"{facts.groups_count:,}",
         "mean reward": number(reward),
         "groups without signal": percent(zero.mean()) if len(zero) else NOTHING,
-        "on disk": f"{short(sum(facts.bytes.values()))}B",
+        "on disk": size(sum(facts.bytes.values())),
     }
     cells = (f'<div class="tile"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in tiles.items())
     return f'<div class="tiles">{"".join(cells)}</div>'
@@ -116,6 +119,7 @@ def _findings(facts: Facts) -> str:
         )
     counts = {level: sum(f.level == level for f in facts.findings) for level in ("error", "warning", "note")}
     said = ", ".join(f"{n} {level}{'s' if n != 1 else ''}" for level, n in counts.items() if n)
-    text = said[:1].upper() + said[1:] if said else "Nothing found that a trainer should know"
+    nothing = "Nothing found that a trainer should know" if facts.rows else "There are no rows"
+    text = said[:1].upper() + said[1:] or nothing
     listed = f'<ul class="findings">{"".join(items)}</ul>' if items else ""
     return f"<section><h2>Doctor</h2><h3>{text}</h3>{listed}</section>"

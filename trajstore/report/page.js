@@ -23,7 +23,7 @@ function look() {
     axisX: { grid: false }, axisY: { domain: false, ticks: false, tickCount: 5 },
     legend: {
       labelColor: ink, labelFont: font, labelFontSize: 12, orient: "top", symbolType: "circle", symbolSize: 70,
-      offset: 6, columnPadding: 14, labelLimit: 220,
+      offset: 6, columnPadding: 14, labelLimit: 190, columns: innerWidth < 620 ? 2 : 3,
     },
   };
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,21 @@ import polars as pl
 from trajstore.query.measures import CLIP
 from trajstore.report import charts
 from trajstore.report.facts import Facts
-from trajstore.report.text import number, numbers, percent, short, tokens
+from trajstore.report.text import cut, number, numbers, percent, short, size, tokens
 
 SHOWN_COLUMNS = 12
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page: a heading, a sentence, plots and the numbers beside each, how they are made."""
+    """One part of the page: a heading, a sentence, plots and the numbers beside each, how they are made.
+
+    A panel without a plot is numbers alone: one point, or one bar, shows nothing.
+    """
 
     name: str
     says: str
-    panels: Sequence[tuple[dict[str, Any], str]]
+    panels: Sequence[tuple[dict[str, Any] | None, str]]
     caption: str
 
 
@@ -36,8 +39,26 @@ def _text(value: Any) -> str:
     return "unknown" if value is None else str(value) if value != "" else "not named"
 
 
+def _two_places(value: float) -> str:
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
 def _sum(values: pl.Series) -> int:
     return sum(values.to_list())
+
+
+def _range(step: int) -> Callable[[Any], str]:
+    """How a version or a gap is written when so many are shown as one, named by the lowest."""
+    return lambda low: _text(low) if low is None or step == 1 else f"{low} to {low + step - 1}"
+
+
+def _legend(table: pl.DataFrame) -> pl.DataFrame:
+    """The table with names of tasks that fit a legend; two that look alike are numbered."""
+    seen: dict[str, str] = {}
+    for task in table["task"].unique(maintain_order=True).to_list():
+        name = cut(_text(task))
+        seen[task] = name if name not in seen.values() else f"{name} ({len(seen) + 1})"
+    return table.with_columns(pl.col("task").replace_strict(seen)) if seen else table
 
 
 def _by_task(table: pl.DataFrame, index: str, value: str) -> tuple[pl.DataFrame, dict[str, str]]:
@@ -45,52 +66,77 @@ def _by_task(table: pl.DataFrame, index: str, value: str) -> tuple[pl.DataFrame,
     tasks = table["task"].unique(maintain_order=True).to_list()
     names = {task: f"task {i}" for i, task in enumerate(tasks)}  # a task may have any name
     wide = table.with_columns(pl.col("task").replace_strict(names)).pivot("task", index=index, values=value)
-    return wide, {_text(task): name for task, name in names.items()} if len(tasks) > 1 else {}
+    return wide, names if len(tasks) > 1 else {}
 
 
 def _rewards(facts: Facts) -> Iterator[Section]:
-    known = facts.rewards.filter(pl.col("version_id").is_not_null() & pl.col("reward").is_not_null())
-    if not len(known):
+    tasks = facts.tasks.filter(pl.col("reward").is_not_null())
+    if not len(tasks):
         return
-    first, last = known.row(0, named=True), known.row(-1, named=True)
-    says = f"Mean reward {number(first['reward'])} at version {first['version_id']}"
+    counts = tasks["rows"] - tasks["not_finite"]
+    says = f"Mean reward {number(_sum(tasks['reward'] * counts) / _sum(counts))} of {_sum(counts):,} rows"
+    known = facts.rewards.filter(pl.col("version_id").is_not_null() & pl.col("reward").is_not_null())
     if len(known) > 1:
-        says += f", {number(last['reward'])} at version {last['version_id']}"
-    wide, tasks = _by_task(facts.rewards_by_task, "version_id", "reward")
+        first, last = known.row(0, named=True), known.row(-1, named=True)
+        at = _range(facts.version_step)
+        says = (
+            f"Mean reward {number(first['reward'])} at version {at(first['version_id'])}, "
+            f"{number(last['reward'])} at version {at(last['version_id'])}"
+        )
+    columns = {
+        "task": ("task", _text),
+        "rows": ("rows", number),
+        "mean": ("reward", number),
+        "std": ("reward_std", number),
+        "NaN": ("not_finite", number),
+    }
+    spread = charts.reward_histogram(facts.reward_histogram) if len(facts.reward_histogram) > 1 else None
+    panels = [(spread, numbers(facts.tasks, columns))]
+    if len(known) > 1:
+        panels.insert(0, _rewards_by_version(facts))
+    yield Section(
+        "Reward",
+        says,
+        panels,
+        f"Completed rows{', by the policy version they were started under' if len(known) > 1 else ''}. "
+        "Rewards that are NaN or infinite are left out of the mean and counted beside it.",
+    )
+
+
+def _rewards_by_version(facts: Facts) -> tuple[dict[str, Any], str]:
+    by_task = _legend(facts.rewards_by_task)
+    wide, tasks = _by_task(by_task, "version_id", "reward")
     table = facts.rewards.join(wide, on="version_id", how="left", nulls_equal=True, maintain_order="left")
     columns = {
-        "version": ("version_id", number),
+        "version": ("version_id", _range(facts.version_step)),
         "rows": ("rows", number),
         "mean": ("reward", number),
         "std": ("reward_std", number),
         **{task: (name, number) for task, name in tasks.items()},
         "NaN": ("not_finite", number),
     }
-    yield Section(
-        "Reward",
-        says,
-        [(charts.rewards(facts.rewards_by_task), numbers(table, columns, last=True))],
-        "Completed rows, by the policy version they were started under. Rewards that are NaN or infinite are "
-        "left out of the mean and counted beside it.",
-    )
+    return charts.rewards(by_task, facts.version_step), numbers(table, columns, last=True)
 
 
 def _ages(facts: Facts) -> Iterator[Section]:
-    if facts.at is None or not len(facts.ages):
+    if facts.at is None or facts.mean_gap is None:
         return
-    known = facts.ages.filter(pl.col("gap").is_not_null())
-    near = _sum(known.filter(pl.col("gap").abs() <= 1)["rows"]) / _sum(facts.ages["rows"])
-    mean = _sum(known["gap"] * known["rows"]) / max(1, _sum(known["rows"]))
     columns = {
-        "gap": ("gap", _text),
+        "gap": ("gap", _range(facts.gap_step)),
         "rows": ("rows", number),
         "tokens": ("tokens", short),
         "mean reward": ("reward", number),
     }
     yield Section(
         "Version gaps",
-        f"Mean gap {mean:.1f} from version {facts.at}; {percent(near)} of rows are within one version of it",
-        [(charts.ages(facts.ages), numbers(facts.ages.with_columns(pl.col("gap").cast(pl.String)), columns))],
+        f"Mean gap {tokens(facts.mean_gap)} from version {facts.at}; {percent(facts.near)} of rows are "
+        "within one version of it",
+        [
+            (
+                charts.ages(facts.ages, facts.gap_step) if len(facts.ages) > 1 else None,
+                numbers(facts.ages, columns),
+            )
+        ],
         "Version gap: the current version less that of the row's oldest token. Below 0: newer than the "
         "current one.",
     )
@@ -101,11 +147,11 @@ def _drift(facts: Facts) -> Iterator[Section]:
     if not len(known):
         return
     first, last = known.row(0, named=True), known.row(-1, named=True)
-    says = (
-        f"|log-ratio| is {number(first['abs_log_ratio'])} nats a token at gap {first['drift_gap']}, "
-        f"{number(last['abs_log_ratio'])} at gap {last['drift_gap']}"
-    )
-    gap = {"gap": ("drift_gap", _text)}
+    at = _range(facts.gap_step)
+    says = f"|log-ratio| is {number(first['abs_log_ratio'])} nats a token at gap {at(first['drift_gap'])}"
+    if len(known) > 1:
+        says += f", {number(last['abs_log_ratio'])} at gap {at(last['drift_gap'])}"
+    gap = {"gap": ("drift_gap", at)}
     nats = {
         "tokens": ("tokens", short),
         "mean r": ("log_ratio", number),
@@ -122,13 +168,13 @@ def _drift(facts: Facts) -> Iterator[Section]:
         "clipped below": ("clipped_low", percent),
         "above": ("clipped_high", percent),
     }
-    table = facts.drift.with_columns(pl.col("drift_gap").cast(pl.String))
+    step = facts.gap_step
     yield Section(
         "Off-policy drift",
         says,
         [
-            (charts.drift(facts.drift), numbers(table, gap | nats)),
-            (charts.ess(facts.drift), numbers(table, gap | shares)),
+            (charts.drift(known, step) if len(known) > 1 else None, numbers(facts.drift, gap | nats)),
+            (charts.ess(known, step) if len(known) > 1 else None, numbers(facts.drift, gap | shares)),
         ],
         "r = log_probs − behavior_log_probs of sampled tokens of completed rows, by the gap between the "
         "version that log_probs are of and the row's oldest. KL(behavior || current): k1 = −r, k2 = r²/2, "
@@ -148,10 +194,11 @@ def _staleness(facts: Facts) -> Iterator[Section]:
             f"max_staleness={at['max_staleness']} keeps {percent(at['share'])} of the rows: mean length "
             f"{tokens(at['kept_length'])} kept, {tokens(at['dropped_length'])} dropped"
         )
-    wide, tasks = _by_task(facts.staleness_by_task, "max_staleness", "share")
+    by_task = _legend(facts.staleness_by_task)
+    wide, tasks = _by_task(by_task, "max_staleness", "share")
     table = facts.staleness.join(wide, on="max_staleness", how="left", maintain_order="left")
     columns = {
-        "gap ≤": ("max_staleness", number),
+        "gap ≤": ("max_staleness", _text),
         "kept": ("share", percent),
         **{task: (name, percent) for task, name in tasks.items()},
         "length kept": ("kept_length", tokens),
@@ -160,24 +207,31 @@ def _staleness(facts: Facts) -> Iterator[Section]:
     yield Section(
         "What a staleness gate costs",
         says,
-        [(charts.staleness(facts.staleness_by_task), numbers(table, columns))],
+        [
+            (
+                charts.staleness(by_task, facts.gap_step) if len(facts.staleness) > 1 else None,
+                numbers(table, columns),
+            )
+        ],
         "Completed rows with version gap ≤ max_staleness. Slow tasks and long responses go first: a task "
         "whose line is below the others is starved. Rows of an unknown version are never kept.",
     )
 
 
 def _lengths(facts: Facts) -> Iterator[Section]:
-    if not facts.length_histogram["high"].max():
+    if not facts.tokens:
         return
     known = facts.lengths.filter(pl.col("version_id").is_not_null())
-    cut = _sum(facts.length_histogram.filter(pl.col("ended") == "cut off")["rows"])
-    says = f"{percent(cut / max(1, _sum(facts.lengths['rows'])))} of completed responses were cut off"
+    at = _range(facts.version_step)
+    off = _sum(facts.length_histogram.filter(pl.col("ended") == "cut off")["rows"])
+    says = f"{percent(off / max(1, _sum(facts.lengths['rows'])))} of completed responses were cut off"
     if len(known) > 1:
         says += (
-            f"; mean length {tokens(known['mean'][0])} at version {known['version_id'][0]}, "
-            f"{tokens(known['mean'][-1])} at version {known['version_id'][-1]}"
+            f"; mean length {tokens(known['mean'][0])} at version {at(known['version_id'][0])}, "
+            f"{tokens(known['mean'][-1])} at version {at(known['version_id'][-1])}"
         )
-    ends = facts.length_histogram.group_by("ended").agg(
+    bins = facts.length_histogram
+    ends = bins.group_by("ended").agg(
         rows=pl.col("rows").sum(),
         shortest=pl.col("low").min(),
         below=pl.col("high").max(),
@@ -198,7 +252,7 @@ def _lengths(facts: Facts) -> Iterator[Section]:
         maintain_order="left",
     )
     columns = {
-        "version": ("version_id", number),
+        "version": ("version_id", at),
         "rows": ("rows", number),
         "mean": ("mean", tokens),
         "p50": ("p50", tokens),
@@ -212,8 +266,14 @@ def _lengths(facts: Facts) -> Iterator[Section]:
         "Lengths and ends",
         says,
         [
-            (charts.length_histogram(facts.length_histogram), numbers(ends, ended)),
-            (charts.lengths(facts.lengths), numbers(table, columns, last=True)),
+            (
+                charts.length_histogram(bins) if bins["low"].n_unique() > 1 else None,
+                numbers(ends, ended),
+            ),
+            (
+                charts.lengths(known, facts.version_step) if len(known) > 1 else None,
+                numbers(table, columns, last=True),
+            ),
         ],
         "Response tokens (all tokens where the split is not known). Lengths are of completed rows, "
         "shares of all rows of the version. Cut off: finish_reason length, or terminated false.",
@@ -232,8 +292,10 @@ def _padding(facts: Facts) -> Iterator[Section]:
     }
     yield Section(
         "Padding",
-        f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best",
-        [(charts.padding(facts.padding), numbers(facts.padding, columns))],
+        f"{percent(most)} of a padded batch is padding at worst, {percent(least)} at best"
+        if most
+        else "No batch of these plans has padding",
+        [(charts.padding(facts.padding) if most else None, numbers(facts.padding, columns))],
         "Padding / padded size over an epoch of completed rows, each batch as wide as its longest row. "
         "Packed batches have none.",
     )
@@ -243,6 +305,8 @@ def _groups(facts: Facts) -> Iterator[Section]:
     judged = facts.groups.filter(pl.col("zero_variance").is_not_null())
     if not len(judged):
         return
+    told = pl.col("responses").is_not_null()
+    drawn = judged.filter(pl.col("reward_std").is_finite())  # that of rewards like 1e300 is not
     table = (
         judged.group_by("version")
         .agg(
@@ -250,15 +314,15 @@ def _groups(facts: Facts) -> Iterator[Section]:
             flat=pl.col("zero_variance").mean(),
             solved=(pl.col("zero_variance") & (pl.col("reward") > 0)).mean(),
             std=pl.col("reward_std").mean(),
-            responses=pl.col("responses").sum() / pl.col("rows").sum(),
+            responses=pl.col("responses").sum() / pl.col("rows").filter(told).sum(),
         )
         .sort("version")
     )
     columns = {
-        "version": ("version", number),
+        "version": ("version", _range(facts.version_step)),
         "groups": ("groups", number),
         "no signal": ("flat", percent),
-        "of which reward > 0": ("solved", percent),
+        "no signal, reward > 0": ("solved", percent),
         "mean std": ("std", number),
         "different responses": ("responses", percent),
     }
@@ -266,7 +330,12 @@ def _groups(facts: Facts) -> Iterator[Section]:
     yield Section(
         "Groups",
         f"{percent(share)} of {len(judged):,} groups have the same reward for all members",
-        [(charts.groups(facts.groups), numbers(table, columns, last=True))],
+        [
+            (
+                charts.groups(drawn) if len(drawn) else None,
+                numbers(table, columns, last=True),
+            )
+        ],
         "Groups of two completed rows or more. No signal: the rewards differ by less than a billionth of the "
         "largest, so a group-relative advantage is 0. Version: of the group's oldest token.",
     )
@@ -274,13 +343,13 @@ def _groups(facts: Facts) -> Iterator[Section]:
 
 def _sizes(facts: Facts) -> Iterator[Section]:
     total = sum(facts.bytes.values())
-    tokens = facts.tokens or 1
+    unit, units = ("token", facts.tokens) if facts.tokens else ("row", facts.rows)
     table = pl.DataFrame(
         {
             "column": list(facts.bytes),
             "bytes": list(facts.bytes.values()),
-            "share": [size / max(1, total) for size in facts.bytes.values()],
-            "each": [size / tokens for size in facts.bytes.values()],
+            "share": [count / max(1, total) for count in facts.bytes.values()],
+            "each": [count / max(1, units) for count in facts.bytes.values()],
         },
         {"column": pl.String, "bytes": pl.Int64, "share": pl.Float64, "each": pl.Float64},
     ).head(SHOWN_COLUMNS)
@@ -290,11 +359,11 @@ def _sizes(facts: Facts) -> Iterator[Section]:
         "column": ("column", _text),
         "bytes": ("bytes", number),
         "share": ("share", percent),
-        "bytes / token": ("each", number),
+        f"bytes / {unit}": ("each", _two_places),
     }
     yield Section(
         "Bytes",
-        f"{short(total)}B on disk, {number(total / tokens)} bytes a token",
+        f"{size(total)} on disk, {_two_places(total / max(1, units))} bytes a {unit}",
         [(charts.sizes(table), numbers(table, columns))],
         "Compressed bytes of the snapshot's Parquet files, by column, largest first.",
     )

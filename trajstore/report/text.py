@@ -10,6 +10,7 @@ import polars as pl
 
 SHOWN_ROWS = 14
 NOTHING = "–"
+LONGEST_NAME = 20
 
 
 def number(value: Any) -> str:
@@ -18,6 +19,8 @@ def number(value: Any) -> str:
         return NOTHING
     if isinstance(value, int):
         return f"{value:,}"
+    if abs(value) >= 1e9:
+        return f"{value:.2e}"
     if value == 0 or 0.001 <= abs(value) < 1000:
         return f"{value:.3f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1e}"
@@ -42,6 +45,18 @@ def short(value: float) -> str:
             return f"{value:.0f} {unit}" if unit and value >= 100 else f"{value:,.3g}{unit and ' ' + unit}"
         value /= 1000
     raise AssertionError
+
+
+def size(count: int) -> str:
+    """Bytes with their prefix."""
+    text = short(count)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def cut(name: str) -> str:
+    """A name that fits a legend or the head of a column: its two ends, which tell it apart from others."""
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[:half].rstrip()}…{name[1 - half :].lstrip()}"
 
 
 def numbers(table: pl.DataFrame, columns: Mapping[str, tuple[str, Any]], *, last: bool = False) -> str:

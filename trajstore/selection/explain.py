@@ -137,13 +137,12 @@ class Explanation(Sequence[Gate]):
         return pl.DataFrame(rows, schema=schema)
 
     def __str__(self) -> str:
-        lines = []
+        lines = [] if self.gates else ["no gate: every row stays"]
         for gate in self.gates:
             lines.append(f"{gate.label}: {gate.rows_in:,} rows in, {gate.rows_out:,} out")
             if gate.dropped and gate.by_length:
-                lines.append(
-                    f"  mean length: kept {gate.mean_length_kept:.1f}, dropped {gate.mean_length_dropped:.1f}"
-                )
+                kept = f"kept {gate.mean_length_kept:.1f}, " if gate.rows_out else ""
+                lines.append(f"  mean length: {kept}dropped {gate.mean_length_dropped:.1f}")
             for title, shares in ((self.by, gate.by_task), ("tokens", gate.by_length)):
                 lines += [
                     f"  {title} {_text(s.value)}: {s.rows_out:,} of {s.rows_in:,} kept"
@@ -155,8 +154,14 @@ class Explanation(Sequence[Gate]):
 
 def _text(value: Any) -> str | None:
     if isinstance(value, tuple):
-        return f"{value[0]} to {value[1]}"
+        return bucket(value)
     return None if value is None else str(value)
+
+
+def bucket(lengths: tuple[int, int]) -> str:
+    """A length bucket as a person writes it: "4 to 7", or "1" where both ends are one."""
+    shortest, longest = lengths
+    return f"{shortest} to {longest}" if shortest < longest else str(shortest)
 
 
 class Account:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -141,7 +142,9 @@ def fresh(
         whole_groups: drop every row of a group when one of them is stale (the worst member decides).
 
     Raises:
-        QueryError: a tolerance is negative, gap_of is unknown, or only one of mapping and `by` is given.
+        QueryError: a tolerance is negative or no whole number, gap_of is unknown, or only one of mapping and
+            `by` is given.
+        ValidationError: at is no policy version.
     """
     if gap_of not in VERSION_OF:
         raise QueryError(f"gap_of is {gap_of!r}, expected one of {', '.join(VERSION_OF)}")
@@ -153,13 +156,26 @@ def fresh(
         )
     if otherwise is not None and not mapped:
         raise QueryError("otherwise= goes with a mapping as max_staleness")
-    limits = [*max_staleness.values()] if isinstance(max_staleness, Mapping) else [max_staleness]
-    for limit in [*limits, *([] if otherwise is None else [otherwise])]:
-        if limit < 0:
-            raise QueryError(f"max_staleness is {limit}, expected 0 or more")
+    limits: int | Mapping[Any, int] = (
+        {value: _tolerance(limit) for value, limit in max_staleness.items()}
+        if isinstance(max_staleness, Mapping)
+        else _tolerance(max_staleness)
+    )
+    rest = None if otherwise is None else _tolerance(otherwise)
     if by is not None:
         scalar(by)
-    return Fresh(version_number(at), max_staleness, gap_of, by, otherwise, whole_groups)
+    return Fresh(version_number(at), limits, gap_of, by, rest, whole_groups)
+
+
+def _tolerance(limit: Any) -> int:
+    """A staleness that can be asked for; whatever counts as a whole number becomes an int."""
+    try:
+        number = index(limit)
+    except TypeError:
+        raise QueryError(f"max_staleness is {limit!r}, expected a whole number") from None
+    if number < 0:
+        raise QueryError(f"max_staleness is {number}, expected 0 or more")
+    return number
 
 
 @dataclass(frozen=True)

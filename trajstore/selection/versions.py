@@ -54,7 +54,8 @@ def mean_versions(
     """
     lists = segments.combine_chunks() if isinstance(segments, pa.ChunkedArray) else segments
     one = np.asarray(pc.equal(oldest, newest).fill_null(False))
-    means = np.where(one, np.asarray(pc.cast(oldest, pa.float64()).fill_null(np.nan)), np.nan)
+    # Above 2^53 the nearest number that a float can be: versions may be nanoseconds.
+    means = np.where(one, np.asarray(pc.cast(oldest, pa.float64(), safe=False).fill_null(np.nan)), np.nan)
     counts = np.asarray(pc.list_value_length(lists).fill_null(0)).astype(np.int64)
     has = counts > 0
     if has.any():
@@ -73,7 +74,7 @@ def mean_versions(
 def fresh_tokens(
     lengths: Int64s,
     segments: pa.Array | pa.ChunkedArray,
-    oldest: Floats,
+    oldest: pa.Array | pa.ChunkedArray,
     at: int,
     max_staleness: int,
 ) -> NDArray[np.int8]:
@@ -86,13 +87,14 @@ def fresh_tokens(
     Args:
         lengths: [N] tokens of each row.
         segments: [N] lists of version segments, null where a row has none.
-        oldest: [N] oldest version, NaN where not known.
+        oldest: [N] int64, oldest version, null where not known.
         at: the trainer's policy version.
         max_staleness: largest gap that stays.
     """
     lists = segments.combine_chunks() if isinstance(segments, pa.ChunkedArray) else segments
     counts = np.asarray(pc.list_value_length(lists).fill_null(0)).astype(np.int64)
-    whole = (at - oldest <= max_staleness) | (counts > 0)  # a comparison with NaN is false
+    known, version = np.asarray(pc.is_valid(oldest)), np.asarray(pc.fill_null(oldest, 0))
+    whole = (known & (at - version <= max_staleness)) | (counts > 0)
     out = np.repeat(whole, lengths).astype(np.int8)
     flat = lists.flatten()
     if len(flat):

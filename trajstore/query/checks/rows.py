@@ -80,6 +80,18 @@ def no_loss_mask(survey: Survey) -> Iterator[Finding]:
     )
 
 
+def no_tokens(survey: Survey) -> Iterator[Finding]:
+    """Completed rows of text alone."""
+    rows = survey.finished.filter(pl.col("length") == 0)
+    yield from found(
+        "note" if len(rows) == len(survey.finished) else "warning",
+        "no-tokens",
+        rows,
+        "{n}: completed without a token",
+        "good for SQL and text sets, nothing to train on: import with --tokenizer, or store the engine's ids",
+    )
+
+
 def nothing_to_learn(survey: Survey) -> Iterator[Finding]:
     """Completed rows with tokens, none of which is trained on."""
     idle = (pl.col("loss_tokens") == 0) & (pl.col("length") > 0) & pl.col("has_split")
@@ -197,6 +209,7 @@ CHECKS: Sequence[Check] = (
     loss_off_action,
     loss_off_attention,
     no_loss_mask,
+    no_tokens,
     nothing_to_learn,
     nan_rewards,
     not_finite,

@@ -177,6 +177,11 @@ def starved_tasks(survey: Survey) -> Iterator[Finding]:
 # Drift
 
 
+def _recorded() -> pl.Expr:
+    """Rows whose behavior log-probs are log-probs: those that are not have an error of their own."""
+    return (pl.col("behavior_positive") == 0) & (pl.col("behavior_zero") < pl.col("actions"))
+
+
 def engine_mismatch(survey: Survey) -> Iterator[Finding]:
     """The same weights give other log-probs in the engine and in the trainer."""
     rows = where(
@@ -184,7 +189,8 @@ def engine_mismatch(survey: Survey) -> Iterator[Finding]:
         (pl.col("drift_gap") == 0)
         & (pl.col("ratio_tokens") > 0)
         & (pl.col("newest_version_id") == pl.col("oldest_version_id"))
-        & pl.col("log_probs_version").is_not_null(),
+        & pl.col("log_probs_version").is_not_null()
+        & _recorded(),
     )
     if len(rows) < ENOUGH:
         return
@@ -204,10 +210,11 @@ def engine_mismatch(survey: Survey) -> Iterator[Finding]:
 
 def low_ess(survey: Survey) -> Iterator[Finding]:
     """Importance weights that rest on a few tokens."""
-    drift = metrics.drift(survey.finished).filter(
+    done = survey.finished.filter(_recorded())
+    drift = metrics.drift(done).filter(
         pl.col("drift_gap").is_not_null() & (pl.col("rows") >= ENOUGH) & (pl.col("ess_tokens") < LOW_ESS)
     )
-    rows = survey.finished.filter(pl.col("ratio_tokens") > 0).join(
+    rows = done.filter(pl.col("ratio_tokens") > 0).join(
         drift.select("drift_gap"), on="drift_gap", how="semi", maintain_order="left"
     )
     shares = ", ".join(f"{ess:.1%} at gap {gap}" for gap, ess in drift["drift_gap", "ess_tokens"].iter_rows())
@@ -224,16 +231,18 @@ def low_ess(survey: Survey) -> Iterator[Finding]:
 
 
 def group_of_one(survey: Survey) -> Iterator[Finding]:
-    """Rows alone in their group, where others are not."""
+    """Rows alone in their group, unless group_size says that this is how it should be."""
     of = metrics.groups(survey.finished)
-    meant = (of["rows"] > 1).any() or (of["group_size"] > 1).any()
-    alone = of.filter(pl.col("rows") == 1) if meant else of.clear()
+    others = (of["rows"] > 1).any() or (of["group_size"] > 1).any()
     yield from found(
-        "warning",
+        "warning" if others else "note",
         "group-of-one",
-        _members(survey, alone),
+        _members(survey, of.filter((pl.col("rows") == 1) & (pl.col("group_size") != 1).fill_null(True))),
         "{n}: alone in their group among completed rows",
-        "a group-relative advantage is 0 or undefined there: read whole groups (whole_groups=True)",
+        "a group-relative advantage is 0 or undefined there: "
+        + (
+            "read whole groups (whole_groups=True)" if others else "give all answers to a prompt one group_id"
+        ),
     )
 
 
@@ -260,7 +269,7 @@ def incomplete_groups(survey: Survey) -> Iterator[Finding]:
 
 def mixed_prompts(survey: Survey) -> Iterator[Finding]:
     """Groups whose members answer different prompts."""
-    split = survey.finished.filter(pl.col("prompt_length").is_not_null())
+    split = survey.finished.filter(pl.col("prompt_length").is_not_null() & (pl.col("length") > 0))
     mixed = metrics.groups(split).filter(pl.col("prompts") > 1)
     yield from found(
         "warning",
