@@ -274,7 +274,7 @@ def test_a_lost_data_file_is_said(store: TrajectoryStore, cache: ColumnCache) ->
     assert kept(cache) == set()
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "zeros", "other type"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "zeros", "other type", "other rows"])
 def test_damage_is_decoded_again(store: TrajectoryStore, cache: ColumnCache, damage: str) -> None:
     opened(cache, store)
     for entry in cache.entries():
@@ -283,6 +283,11 @@ def test_damage_is_decoded_again(store: TrajectoryStore, cache: ColumnCache, dam
             other = pa.table({entry.column: pa.nulls(30, pa.int8())})
             with pa.ipc.new_file(str(entry.path), other.schema) as writer:
                 writer.write_table(other)
+            continue
+        if damage == "other rows":
+            fewer = pa.ipc.open_file(data).read_all()[1:]
+            with pa.ipc.new_file(str(entry.path), fewer.schema) as writer:
+                writer.write_table(fewer)
             continue
         worse = {"empty": b"", "cut": data[: len(data) // 2], "zeros": bytes(len(data))}[damage]
         entry.path.unlink()
