@@ -442,13 +442,13 @@ def test_one_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_lies_beside_a_set_is_not_replaced_either(tmp_path: Path) -> None:
     scan = store_of(tmp_path / "s", [rollout(i) for i in range(3)]).scan()
-    (tmp_path / "best.meta.json").write_text("mine")
-    with pytest.raises(StoreExistsError, match=r"^\S+best\.meta\.json exists\n"):
+    (tmp_path / ".best.jsonl.meta.json").write_text("mine")
+    with pytest.raises(StoreExistsError, match=r"^\S+\.best\.jsonl\.meta\.json exists\n"):
         export(scan, tmp_path / "best.jsonl", "sft", options=SetOptions(min_reward=0.5))
-    assert (tmp_path / "best.meta.json").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.meta.json", "s"]
+    assert (tmp_path / ".best.jsonl.meta.json").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".best.jsonl.meta.json", "s"]
     export(scan, tmp_path / "good.jsonl", "sft", options=SetOptions(min_reward=0.5))
-    assert sorted(p.name for p in tmp_path.glob("good*")) == ["good.jsonl", "good.meta.json"]
+    assert sorted(p.name for p in tmp_path.glob("*good*")) == [".good.jsonl.meta.json", "good.jsonl"]
 
 
 KILLED = """
