@@ -90,11 +90,15 @@ def full(count: int) -> tuple[TrajectoryBuffer, np.ndarray]:
     return buffer, versions
 
 
-def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def take_turns(
+    contenders: dict[str, Callable[[], Any]], rounds: int, before: Callable[[int], None] | None = None
+) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
     gc.disable()
-    for _ in range(rounds + 1):
+    for number in range(rounds + 1):
+        if before is not None:
+            before(number)
         for name, run in contenders.items():
             start = time.process_time_ns()
             kept = run()
@@ -192,12 +196,18 @@ def adding(rounds: int) -> None:
     print()
     for plain in (True, False):
         rows = [trajectory(i, 0, 1000, rng, plain) for i in range(256)]
-        buffer = TrajectoryBuffer(max_size=2048)
+        buffer = TrajectoryBuffer(max_size=2048)  # full after eight rounds: then the oldest groups go
+
+        def anew(number: int, rows: list[Trajectory] = rows) -> None:
+            """Rows of a run are of other groups each time; the same ones again would be one huge group."""
+            for i, row in enumerate(rows):
+                row.id, row.group_id = f"{number}-{i}", f"{number}-{i // 8}"
+
         contenders: dict[str, Callable[[], Any]] = {
             "codec": lambda rows=rows: encode(rows),
             "add_batch": lambda rows=rows, buffer=buffer: buffer.add_batch(rows),
         }
-        taken = take_turns(contenders, rounds)
+        taken = take_turns(contenders, rounds, before=anew)
         ratio = taken["add_batch"] / taken["codec"]
         print(
             f"{'reached' if ratio <= 1.2 else 'MISSED'}: add_batch of 256 rows of 1000 tokens, "

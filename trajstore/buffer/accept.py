@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,6 +19,9 @@ from trajstore.trajectory import PartialTrajectory, Trajectory
 Addable: TypeAlias = Sequence[Trajectory] | TrajectoryBatch | pa.RecordBatch | pa.Table
 
 _CHUNK = 4096
+
+_SLACK = 1 << 16
+"""Bytes that a slice may hold on to beyond its own before it is copied."""
 
 
 def encoded(given: Addable, refs: dict[str, Any]) -> list[pa.RecordBatch]:
@@ -36,7 +40,7 @@ def encoded(given: Addable, refs: dict[str, Any]) -> list[pa.RecordBatch]:
     if isinstance(given, pa.RecordBatch):
         given = pa.Table.from_batches([given])
     if isinstance(given, pa.Table):
-        return [_named(batch) for batch in _checked(given)]
+        return [_named(_own(batch)) for batch in _checked(given)]
     rows = list(given)
     for i, row in enumerate(rows):
         if isinstance(row, PartialTrajectory) and not isinstance(row.kv_cache_ref, str | None):
@@ -53,6 +57,13 @@ def _checked(table: pa.Table) -> list[pa.RecordBatch]:
     for batch in batches:
         check(batch)
     return batches
+
+
+def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch, copied if it is a slice of much more: its chunk would hold all of that until it goes."""
+    if batch.get_total_buffer_size() <= 2 * batch.nbytes + _SLACK:
+        return batch
+    return batch.take(pa.array(np.arange(batch.num_rows)))
 
 
 def _named(batch: pa.RecordBatch) -> pa.RecordBatch:

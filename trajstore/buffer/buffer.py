@@ -142,8 +142,8 @@ class TrajectoryBuffer:
                 drawn = times if isinstance(times, int) else times[good]
                 self._rows.add(batch.filter(pa.array(good)), drawn)
             self._apart.add(batch.filter(pa.array(~good & ~superseded_within(batch))), refs, self._max_size)
-        while self._rows.size > self._max_size:
-            self._rows.remove(self._rows.oldest_group())
+        if self._rows.size > self._max_size:
+            self._rows.remove(self._rows.oldest(self._rows.size - self._max_size))
 
     # Sampling
 

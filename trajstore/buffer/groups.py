@@ -33,26 +33,39 @@ class Groups:
         if len(self._name) > self._full:
             self._drop_empty()
         found = names.dictionary_encode()
-        codes = np.array([self._of(name) for name in found.dictionary.to_pylist()])
+        codes = np.array(self._of(found.dictionary.to_pylist()))
         indices = found.indices.fill_null(-1).to_numpy()
         return np.where(indices < 0, -1, codes[indices])
 
-    def _of(self, name: str) -> int:
-        code = self._code.get(name)
-        if code is not None and self._count.values[code]:
-            return code
-        if code is None:
-            code = self._code[name] = self._free.pop() if self._free else len(self._name)
-        if code == len(self._name):
-            self._name.append(name)
+    def _of(self, names: list[str]) -> list[int]:
+        """A code for each of these names, which differ."""
+        known = [self._code.get(name) for name in names]
+        self._make_room(known.count(None))
+        codes = []
+        for name, code in zip(names, known, strict=True):
+            if code is None:
+                code = self._code[name] = self._free.pop()
+                self._name[code] = name
+            codes.append(code)
+        empty = [
+            code for code, count in zip(codes, self._count.values[codes].tolist(), strict=True) if not count
+        ]
+        if empty:  # new ones, and those that all rows have left
+            self._head.values[empty] = self._tail.values[empty] = _END
+            self._meant.values[empty] = 0
+            self._worst.values[empty] = np.iinfo(np.int64).max
+            self._broken.values[empty] = False
+        return codes
+
+    def _make_room(self, count: int) -> None:
+        """Sees to `count` free codes: one growth for all names of a batch."""
+        more = count - len(self._free)
+        if more > 0:
+            known = len(self._name)
+            self._name += [""] * more
             for column in (self._head, self._tail, self._count, self._meant, self._worst, self._broken):
-                column.append([0])
-        self._name[code] = name
-        self._head.values[code] = self._tail.values[code] = _END
-        self._count.values[code] = self._meant.values[code] = 0
-        self._worst.values[code] = np.iinfo(np.int64).max
-        self._broken.values[code] = False
-        return code
+                column.append(np.zeros(more, np.int64))
+            self._free += range(known + more - 1, known - 1, -1)
 
     def _drop_empty(self) -> None:
         """Forgets the names of groups that left: not when they leave, but once many may have."""
@@ -94,6 +107,10 @@ class Groups:
         while (after := int(following[chain[-1]])) != _END:
             chain.append(after)
         return np.array(chain)
+
+    def sizes(self, codes: Int64s) -> Int64s:
+        """How many rows of these groups are held; of -1, which is no group, anything."""
+        return self._count.values[codes] if len(self._count.values) else np.zeros(len(codes), np.int64)
 
     def remove(self, codes: Int64s) -> None:
         """Counts off rows that left; a group that lost some of its rows is never whole again."""

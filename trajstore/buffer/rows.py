@@ -31,10 +31,6 @@ _SMALL_ROWS, _SMALL_TOKENS = 1024, 1 << 16
 """Chunks below both are joined with the next one: a chunk costs some 20 kB whatever it holds."""
 
 
-_SLACK = 1 << 16
-"""Bytes that a slice may hold on to beyond its own before it is copied."""
-
-
 class Bucket:
     """The slots of one version, ascending.
 
@@ -109,7 +105,6 @@ class Rows:
         count = batch.num_rows
         if not count:
             return
-        batch = _own(batch)
         self._tidy()
         first = len(self._held.values)
         slots = np.arange(first, first + count)
@@ -138,10 +133,11 @@ class Rows:
         """Joins the last chunks while they are small and of like size: rows may come one by one."""
         while len(self._chunks) > 1:
             left, right = self._chunks[-2:]
-            if left is None or right is None or left.batch.schema.names != right.batch.schema.names:
+            if left is None or right is None or len(left) > 2 * len(right):
                 return
-            rows, tokens = len(left) + len(right), _tokens(left) + _tokens(right)
-            if rows > _SMALL_ROWS or tokens > _SMALL_TOKENS or len(left) > 2 * len(right):
+            if len(left) + len(right) > _SMALL_ROWS or _tokens(left) + _tokens(right) > _SMALL_TOKENS:
+                return
+            if left.batch.schema.names != right.batch.schema.names:
                 return
             (first, _), (_, last) = self._spans[-2:]
             del self._chunks[-2:], self._live[-2:], self._spans[-2:]
@@ -218,15 +214,30 @@ class Rows:
 
     # Removing
 
-    def oldest_group(self) -> Int64s:
-        """Slots of the row that came first and of all of its group."""
-        held = self._held.values
-        while not held[self._oldest]:
-            self._oldest += int(held[self._oldest : self._oldest + 4096].argmax()) or min(
-                4096, len(held) - self._oldest
-            )
-        code = int(self._group.values[self._oldest])
-        return np.array([self._oldest]) if code < 0 else self.members(code)
+    def oldest(self, least: int) -> Int64s:
+        """Slots of the rows that came first, and of all of their groups, until there are `least` or more.
+
+        The rows are those that would go one group after another; they are named in one go, as each removal
+        costs as much for a few rows as for a thousand.
+        """
+        held, width = self._held.values, 4096
+        while len(window := np.flatnonzero(held[self._oldest : self._oldest + width])) < least:
+            width *= 4
+        window = self._oldest + window[:least]
+        self._oldest = int(window[0])
+        codes = self._group.values[window]
+        named, first, which, seen = np.unique(
+            codes, return_index=True, return_inverse=True, return_counts=True
+        )
+        adds = np.where(codes < 0, 1, 0)
+        grouped = named >= 0
+        adds[first[grouped]] = self.groups.sizes(named[grouped])
+        last = int(np.searchsorted(np.cumsum(adds), least))
+        going = grouped & (first <= last)
+        elsewhere = going & (seen < self.groups.sizes(named))
+        inside = (going & ~elsewhere)[which]
+        inside[: last + 1] |= codes[: last + 1] < 0
+        return np.concatenate([window[inside], *map(self.members, named[elsewhere].tolist())])
 
     def members(self, code: int) -> Int64s:
         """Slots of a group's rows that are held, ascending."""
@@ -321,13 +332,6 @@ class Rows:
         self._spans = list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
         self._oldest = 0
         self.groups.renumber(self._group.values)
-
-
-def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch, copied if it is a slice of much more: its chunk would hold all of that until it goes."""
-    if batch.get_total_buffer_size() <= 2 * batch.nbytes + _SLACK:
-        return batch
-    return batch.take(pa.array(np.arange(batch.num_rows)))
 
 
 def _counted(numbers: Int64s) -> tuple[list[int], list[int]]:
