@@ -194,7 +194,7 @@ def side_by_side(columns: Mapping[str, Ragged], count: int) -> Int64s:
 
 def take_all(columns: Mapping[str, Ragged], addresses: Int64s, rows: Int64s) -> dict[str, Ragged]:
     """The rows at these positions of every column; `addresses` is theirs, `side_by_side`."""
-    taken = addresses[rows]
+    taken = addresses.take(rows, axis=0)
     return {name: column.take(rows, taken[:, i]) for i, (name, column) in enumerate(columns.items())}
 
 
