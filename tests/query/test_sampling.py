@@ -150,6 +150,8 @@ def test_a_value_inside_metadata_can_be_a_stratum(tmp_path: Path) -> None:
     rows.append(Trajectory(id="none", prompt_tokens=[1], response_tokens=[2], metadata=None))
     store = store_of(tmp_path / "store", rows)
     assert "none" in drawn(store, 3, by="metadata.env.name")
+    with pytest.raises(QueryError, match=r"no row has metadata\.env\.nmae\n.*keys of the metadata: env"):
+        drawn(store, 3, by="metadata.env.nmae")
 
 
 # Uses, by the training ledger

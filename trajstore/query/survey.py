@@ -7,7 +7,6 @@ is read once, a row group at a time, and what stays in memory is a few numbers a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from trajstore.batch import TrajectoryBatch
 from trajstore.errors import QueryError
 from trajstore.query.measures import MEASURES, RATIO_COLUMNS, columns_of, measure, ratio_sums
 from trajstore.schema import BY_NAME
-from trajstore.selection.steps import scalar
+from trajstore.selection.steps import refuse_unknown_key, scalar
 from trajstore.store import Scan, TrajectoryStore
 from trajstore.trajectory import PolicyVersion, version_number
 
@@ -97,16 +96,8 @@ def facts(source: Source, *, at: PolicyVersion | int | None = None, by: str = "s
         drift_gap=pl.coalesce("log_probs_version", current) - oldest,
         **{name: pl.col(name).cast(pl.Int64) for name in lengths},
     )
-    if root == "metadata" and by != root and len(frame) and frame["task"].null_count() == len(frame):
-        raise QueryError(f"no row has {by}", hint=_keys(frame["metadata"]))
+    refuse_unknown_key(by, frame["task"], frame)
     return Survey(now, by, frame if root in SCALARS else frame.drop(root))
-
-
-def _keys(metadata: pl.Series) -> str:
-    """The keys one could name, from the first rows that have any."""
-    found = (json.loads(text) for text in metadata.drop_nulls().head(100))
-    names = sorted({key for one in found if isinstance(one, dict) for key in one})
-    return f"keys of the metadata: {', '.join(names)}" if names else "the rows have no metadata"
 
 
 def _scalars(source: Scan | TrajectoryBatch, names: Iterable[str]) -> pl.DataFrame:

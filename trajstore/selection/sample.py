@@ -13,7 +13,7 @@ from trajstore.errors import QueryError
 from trajstore.selection.derived import GROUP_MEMBERS, SUPERSEDED, is_member
 from trajstore.selection.draw import draw, race, seeded_keys, stratum_codes, whole_groups
 from trajstore.selection.gates import stratum_values
-from trajstore.selection.steps import Bounds, evaluate, scalar, scalar_columns
+from trajstore.selection.steps import Bounds, evaluate, refuse_unknown_key, scalar, scalar_columns
 from trajstore.selection.versions import VERSION_OF, GapOf, freshness
 
 if TYPE_CHECKING:
@@ -86,9 +86,15 @@ class Draw:
         if self.whole_groups:
             return self._keep_groups(frame)
         keys = seeded_keys(frame["id_hash"].to_numpy(), self.seed)
-        strata = evaluate(self.expression(), frame, str(self.by))
+        strata = self._strata(frame)
         codes = stratum_codes(strata)
         return self._draw(codes, self._shares(codes, strata), keys, frame["id"], self._weights(frame))
+
+    def _strata(self, frame: pl.DataFrame) -> pl.Series:
+        """What stratum each row is in."""
+        strata = evaluate(self.expression(), frame, str(self.by))
+        refuse_unknown_key(self.by, strata, frame)
+        return strata
 
     def _keep_groups(self, frame: pl.DataFrame) -> Int64s:
         rows = (is_member(frame) & frame["group_id"].is_not_null()).to_numpy().nonzero()[0]
@@ -109,7 +115,7 @@ class Draw:
         by_group = np.argsort(groups, kind="stable")
         first = np.searchsorted(groups[by_group], np.arange(int(groups.max()) + 1))
         hashes = np.add.reduceat(members["id_hash"].to_numpy()[by_group].view(np.uint64), first)
-        strata = evaluate(self.expression(), members, str(self.by))
+        strata = self._strata(members)
         codes = stratum_codes(strata)
         # The worst member decides: the greatest value, and null when one has none (its code is the lowest).
         group_code = np.maximum.reduceat(codes[by_group], first)

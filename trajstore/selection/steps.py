@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -153,3 +154,25 @@ def scalar(by: Any, name: str = "by") -> pl.Expr:
     if by.startswith("metadata."):
         return pl.col("metadata").str.json_path_match(f"$.{by.removeprefix('metadata.')}")
     return pl.col(by)
+
+
+def refuse_unknown_key(by: Any, values: pl.Series, frame: pl.DataFrame) -> None:
+    """Names the keys there are, where `metadata.key` is of no row: all would be one null, in silence.
+
+    Args:
+        by: what was asked for.
+        values: [N] of it.
+        frame: the rows; with the column metadata, if that was asked for.
+
+    Raises:
+        QueryError: there are rows, and none has the key.
+    """
+    asked = isinstance(by, str) and by.startswith("metadata.")
+    if not asked or not len(values) or values.null_count() < len(values):
+        return
+    found = (json.loads(text) for text in frame["metadata"].drop_nulls().head(100))
+    names = sorted({key for one in found if isinstance(one, dict) for key in one})
+    raise QueryError(
+        f"no row has {by}",
+        hint=f"keys of the metadata: {', '.join(names)}" if names else "the rows have no metadata",
+    )
