@@ -31,6 +31,14 @@ def test_a_module_says_what_it_owns_and_stays_small(path: Path) -> None:
     assert path.name not in ("utils.py", "common.py", "helpers.py", "manager.py")
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_a_checker_is_told_to_ignore_has_a_reason(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        _, told, reason = line.partition("# type: ignore" if "# type: ignore" in line else "# noqa")
+        assert not told or "# " in reason or above.lstrip().startswith("# "), line
+
+
 def test_schemas_are_generated_from_the_code() -> None:
     from trajstore import schema
 

@@ -215,7 +215,8 @@ class _Check:
         array = self.arrays[name]
         if not self._given(name):
             return np.zeros(self.size, np.int64)
-        return (array.fill_null(0) if array.null_count else array).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+        known = array.fill_null(0) if array.null_count else array
+        return known.to_numpy().astype(np.int64)  # type: ignore[no-any-return]  # pyarrow is untyped
 
     def _lengths(self, name: str) -> Int64s:
         """The lengths of a list column's rows as [N] int64, 0 where null."""

@@ -79,7 +79,8 @@ class DType:
         kind = self.text.lstrip("<>=|")[:1]
         if kind not in (*_NUMPY_KINDS, "U", "S") or len(self.text) > 12:
             raise pickle.UnpicklingError(f"numpy dtype {self.text!r} is not read")
-        return np.dtype(self.text).newbyteorder(self.order if self.order in "<>" else "=")  # type: ignore[arg-type]
+        order = self.order if self.order in "<>" else "="
+        return np.dtype(self.text).newbyteorder(order)  # type: ignore[arg-type]  # the stub wants literals
 
 
 class _Array(np.ndarray[Any, Any]):

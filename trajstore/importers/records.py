@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
@@ -125,9 +126,8 @@ class _DuplicateKeyError(ValueError):
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _DuplicateKeyError(twice)
+        counts = Counter(key for key, _ in pairs)
+        raise _DuplicateKeyError(next(key for key, count in counts.items() if count > 1))
     return made
 
 
