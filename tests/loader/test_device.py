@@ -77,7 +77,7 @@ def test_columns_of_their_own_lengths_and_pads() -> None:
     columns = {
         "ids": ragged([[1, 2], [3], [4, 5, 6]], np.int32),
         "states": ragged([[9], [], [8, 7]], np.int16),
-        "dones": ragged([[1], [0], [1]], np.int8),
+        "dones": ragged([[1], [0, 1], [1]], np.int8),
         "small": ragged([[1], [0], [1]], np.int8),
     }
     rows = Lists(
@@ -92,7 +92,7 @@ def test_columns_of_their_own_lengths_and_pads() -> None:
     for layout in ("padded", "packed"):
         found, expected = through(layout, Options(pad_to_multiple_of=2), rows)
         equal(found, expected)
-    assert through("padded", Options(), rows)[0]["dones"].tolist() == [[1], [0], [1]]
+    assert through("padded", Options(), rows)[0]["dones"].tolist() == [[1, 0.5], [0, 1], [1, 0.5]]
 
 
 def test_narrow_columns_travel_and_derived_ones_do_not() -> None:

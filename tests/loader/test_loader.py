@@ -295,6 +295,15 @@ def test_layouts_are_those_of_layouts(store: TrajectoryStore, layout: Any) -> No
             assert found.numpy().dtype == value.dtype
 
 
+def test_a_budget_counts_rows_as_they_are_cut() -> None:
+    rows = TrajectoryBatch(
+        [Trajectory(id=str(i), prompt_tokens=[1], response_tokens=[2] * 20) for i in range(6)]
+    )
+    batches = list(TrajectoryLoader(rows, max_tokens=12, max_length=4))
+    assert [batch["ids"] for batch in batches] == [["0", "1", "2"], ["3", "4", "5"]]
+    assert [batch["cut_tokens"] for batch in batches] == [51, 51]
+
+
 def test_thousands_of_batches_leave_nothing_behind() -> None:
     loader = TrajectoryLoader(TrajectoryBatch(ROWS), batch_size=1, prefetch=2)
     list(loader)
