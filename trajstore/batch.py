@@ -159,13 +159,13 @@ class TrajectoryBatch(Sequence[Trajectory]):
         return self._column("reward").to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
 
     def rows(self, columns: Sequence[str] = ()) -> Rows:
-        """What layouts and loaders make batches from, with these list columns; none named: all."""
+        """What layouts and loaders make batches from, with these list columns, and group_id; none: all."""
         if self._picked is not None:
             return self._picked.rows(pad_values(self._picked.schema), columns)
         table = self.to_arrow()
         pads = pad_values(table.schema)
         if columns:
-            wanted = {*layouts.SCALARS, "group_id", *columns}
+            wanted = {*layouts.SCALARS, *columns}
             table = table.select([name for name in table.schema.names if name in wanted])
         return Rows.from_arrow(table, pads)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trajstore.layouts import UNKNOWN_VERSION, Ragged, Rows
+from trajstore.layouts import UNKNOWN_VERSION, Ragged, Rows, group_codes
 
 Int64s = NDArray[np.int64]
 
@@ -126,7 +126,7 @@ class Picked:
 
         Args:
             pads: see `Rows`.
-            columns: list columns to look at; none: all.
+            columns: list columns to look at, and group_id; none: all.
         """
         count = len(self)
         rewards: NDArray[Any] = np.empty(count, np.float64)
@@ -160,6 +160,7 @@ class Picked:
             columns={n: Ragged(tuple(values[n]), chunk[n], start[n], length[n]) for n in names},
             pads=pads,
             keys=scalars["id_hash"],
+            groups=group_codes(self.column("group_id")) if not wanted or "group_id" in wanted else None,
         )
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from tests.loader.test_loader import ROWS
-from trajstore import InputError, TrajectoryBatch
+from trajstore import (
+    InputError,
+    PolicyVersion,
+    Trajectory,
+    TrajectoryBatch,
+    TrajectoryBuffer,
+    TrajectoryStatus,
+)
 from trajstore.layouts import Lists, Ragged, Rows
 from trajstore.loader import ArrowRows, TrajectoryLoader
 from trajstore.loader.sources import source_of
@@ -52,6 +59,28 @@ def test_batches_are_the_same_from_everywhere() -> None:
             for name, value in right.items():
                 if isinstance(value, torch.Tensor):
                     torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_groups_stay_whole_from_everywhere() -> None:
+    rows = [
+        Trajectory(
+            id=f"r{i}",
+            group_id=f"g{i % 5}",
+            group_size=3,
+            prompt_tokens=[1],
+            response_tokens=[i],
+            version=PolicyVersion(0),
+            status=TrajectoryStatus.COMPLETED,
+        )
+        for i in range(15)
+    ]
+    buffer = TrajectoryBuffer()
+    buffer.add_batch(rows)
+    sampled = buffer.get_available(0)
+    for source in (TrajectoryBatch(rows), sampled, sampled[:], sampled.to_arrow()):
+        batches = [batch["ids"] for batch in TrajectoryLoader(source, batch_size=4, whole_groups=True)]
+        assert batches == [[f"r{i}" for i in (g, g + 5, g + 10)] for g in range(5)]
+    assert list(TrajectoryLoader(buffer.get_available(0)[:0], batch_size=4, whole_groups=True)) == []
 
 
 def test_any_table_with_lists() -> None:

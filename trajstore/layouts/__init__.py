@@ -11,7 +11,16 @@ from trajstore.layouts.packed import nested, packed
 from trajstore.layouts.padded import Outline, padded, padded_outline, padding_ratio
 from trajstore.layouts.prompt_response import prompt_response, prompt_response_outline
 from trajstore.layouts.ragged import Ragged
-from trajstore.layouts.rows import ON_REQUEST, READ, SCALARS, TENSORS, UNKNOWN_VERSION, Lists, Rows
+from trajstore.layouts.rows import (
+    ON_REQUEST,
+    READ,
+    SCALARS,
+    TENSORS,
+    UNKNOWN_VERSION,
+    Lists,
+    Rows,
+    group_codes,
+)
 from trajstore.layouts.tensors import to_nested, to_torch
 
 LAYOUTS = {"padded": padded, "packed": packed, "nested": nested, "prompt_response": prompt_response}
@@ -40,6 +49,7 @@ __all__ = [
     "RowSource",
     "Rows",
     "Side",
+    "group_codes",
     "kernel",
     "nested",
     "packed",

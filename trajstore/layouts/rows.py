@@ -100,7 +100,7 @@ class Rows:
             columns=_list_columns(table) if columns is None else columns,
             pads=pads,
             keys=integers("id_hash", 0),
-            groups=_groups(table.column("group_id")) if "group_id" in table.schema.names else None,
+            groups=group_codes(table.column("group_id")) if "group_id" in table.schema.names else None,
         )
 
     def __len__(self) -> int:
@@ -291,7 +291,8 @@ class Lists:
         return out | {name: values.copy() for name, values in self.scalar_columns.items()}
 
 
-def _groups(names: pa.ChunkedArray) -> Int64s:
+def group_codes(names: pa.ChunkedArray) -> Int64s:
+    """The same number for rows of one group, -1 for a row of none; see `Rows.groups`."""
     codes = names.combine_chunks().dictionary_encode().indices.fill_null(-1)
     return codes.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]  # as above
 
