@@ -73,6 +73,32 @@ def test_A04_decoding_attends_to_real_eos_tokens_in_a_prompt(case: Any) -> None:
         assert found[:, -1].tolist() == expected
 
 
+def test_A05_a_pad_id_of_0_pads_with_0_and_content_zeros_are_trained_on(case: Any) -> None:
+    rows = TrajectoryBatch(
+        [
+            Trajectory(
+                prompt_tokens=[7],
+                response_tokens=row["response_ids"],
+                log_probs=[-1.0] * len(row["response_ids"]),
+                values=[0.0] * len(row["response_ids"]),
+                reward=float(-i),
+                group_id="g",
+                terminated=True,
+            )
+            for i, row in enumerate(case["rows"])
+        ]
+    )
+    pad = case["pad_id"]
+    ilql = ilql_dataset(rows, pad_token_id=pad).batch()
+    assert ilql.input_ids.tolist() == [[7, 5, 0, 0, 2], [7, 5, 0, 0, 0]]
+    assert ilql.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert ilql.action_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    ppo = ppo_dataset(rows).batch(pad_token_id=pad)
+    assert ppo.response_tensors.tolist() == [[5, 0, 0, 2], [5, 0, 0, 0]]
+    (pair,) = preference_pairs(rows).table.to_pylist()
+    assert (pair["chosen_input_ids"], pair["rejected_input_ids"]) == ([5, 0, 0, 2], [5])
+
+
 def test_A10_a_token_that_nobody_sampled_is_not_trained_on(case: Any) -> None:
     given = {
         "prompt_tokens": [1],
