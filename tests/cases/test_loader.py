@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trajstore import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
-from trajstore.layouts import Ragged
+from trajstore.layouts import Options, Ragged, packed, padded, prompt_response
 from trajstore.loader import TrajectoryLoader
 from trajstore.query import connect
 from trajstore.store.cache import ColumnCache
@@ -67,6 +67,14 @@ def test_D02_what_is_done_to_a_batch_does_not_reach_rows_in_memory() -> None:
         (back,) = kept
         assert (list(back.tokens), list(back.log_probs)) == ([1, 0, 1], [0.0, -0.5, -1.0])
         assert (back.reward, back.version) == (1.0, PolicyVersion(3))
+    rows = kept.rows()
+    for _ in range(2):
+        for layout in (padded, packed, prompt_response):
+            made = layout(rows, Options(missing="zero")).arrays
+            assert (made["rewards"].tolist(), made["versions"].tolist()) == ([1.0], [3])
+            for array in made.values():
+                if isinstance(array, np.ndarray):
+                    array.fill(1)
 
 
 def test_D03_memory_that_is_used_again_stops_growing() -> None:
@@ -89,12 +97,14 @@ def test_D04_reading_again_and_again_does_not_grow(tmp_path: Path) -> None:
     store.append([row(str(i), 200, log_probs=rng.random(199)) for i in range(1500)])
     before, held = pa.total_allocated_bytes(), []
     for _ in range(12):
+        epoch = 0
         for batch in TrajectoryLoader(store.scan(), batch_size=64, shuffle=True):
-            assert batch["num_tokens"] > 0
+            epoch += sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
         del batch
         gc.collect()
         held.append(resident())
     assert held[-1] < 1.2 * held[4], held
+    assert held[-1] - held[4] < 3 * epoch, "of 7 epochs, so no epoch leaves its batches behind"
     assert pa.total_allocated_bytes() - before < 1 << 20
 
 
@@ -142,6 +152,7 @@ def test_D08_ranks_have_as_many_batches_and_whole_groups(tmp_path: Path, tail: A
             for r in range(2)
         ]
         assert len(ranks[0]) == len(ranks[1]) > 0
+        assert all(batch for rank in ranks for batch in rank)
         seen = [name for rank in ranks for batch in rank for name in batch]
         if tail == "keep":
             assert sorted(seen) == sorted(every)
@@ -159,6 +170,7 @@ def test_D08_five_rows_on_two_ranks() -> None:
     batch = TrajectoryBatch([row(str(i), 3) for i in range(5)])
     ranks = [list(TrajectoryLoader(batch, batch_size=2, rank=r, world_size=2)) for r in range(2)]
     assert len(ranks[0]) == len(ranks[1])
+    assert all(b["ids"] for rank in ranks for b in rank), "a batch without rows trains nothing"
     assert sorted(name for rank in ranks for b in rank for name in b["ids"]) == list("01234")
 
 
