@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trajstore import layouts
-from trajstore.chunks import Picked
+from trajstore.chunks import Picked, take_rows
 from trajstore.codec import Nulls, decode, encode
 from trajstore.errors import SchemaError
 from trajstore.layouts import Missing, Rows
@@ -110,7 +110,7 @@ class TrajectoryBatch(Sequence[Trajectory]):
                 return type(self)._of(None, self._picked[np.arange(start, stop, step)])
             if step == 1:
                 return type(self)._of(self.to_arrow().slice(start, max(stop - start, 0)), None)
-            return type(self)._of(self.to_arrow().take(pa.array(range(start, stop, step), pa.int64())), None)
+            return type(self)._of(take_rows(self.to_arrow(), np.arange(start, stop, step)), None)
         position = range(len(self))[index]
         return next(iter(self[position : position + 1]))
 

@@ -25,6 +25,12 @@ _SCALARS = {"length": 0, "prompt_length": -1, "version_id": UNKNOWN_VERSION, "id
 _FEW_RUNS = 8
 """Up to so many runs of rows slices cost less than a take (research/performance.md §4)."""
 
+_GATHERED_ROWS, _GATHERED_BYTES = 4096, 1 << 28
+"""What is gathered at once of scattered rows: far from where the int32 offsets of a list overflow."""
+
+_FEW_ROWS = 64
+"""Rows so large that fewer than this are gathered at once are not worth a copy."""
+
 
 @dataclass(frozen=True)
 class _List:
@@ -183,6 +189,49 @@ class _Ids(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         return self._names[index]
+
+
+def take_rows(table: pa.Table, positions: Int64s) -> pa.Table:
+    """The rows at these positions, in this order; long runs of rows are slices, nothing of them is copied.
+
+    A take of a chunked table joins its chunks first: that copies all of it, and the int32 offsets of a list
+    column overflow past 2^31 values.
+
+    Args:
+        table: the rows, in any number of chunks.
+        positions: [K] positions from 0, in any order.
+    """
+    if not len(positions):
+        return table.slice(0, 0)
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    size = min(_GATHERED_ROWS, _GATHERED_BYTES * len(table) // max(1, table.nbytes))
+    if len(cuts) <= len(positions) // 4 or size < _FEW_ROWS:
+        edges = [0, *cuts.tolist(), len(positions)]
+        return pa.concat_tables([table.slice(int(positions[a]), b - a) for a, b in pairwise(edges)])
+    batches = table.to_batches()
+    ends = np.cumsum([len(batch) for batch in batches])
+    chunk = np.searchsorted(ends, positions, side="right")
+    row = positions - (ends - [len(batch) for batch in batches])[chunk]
+    made: list[pa.RecordBatch] = []
+    for first in range(0, len(positions), size):
+        made += _gathered(batches, chunk[first : first + size], row[first : first + size])
+    return pa.Table.from_batches(made, table.schema)
+
+
+def _gathered(batches: Sequence[pa.RecordBatch], chunk: Int64s, row: Int64s) -> list[pa.RecordBatch]:
+    """Scattered rows as one batch, or as more when they are large."""
+    numbers, counts = np.unique(chunk, return_counts=True)
+    order = np.argsort(chunk, kind="stable")
+    groups = np.split(row[order], np.cumsum(counts)[:-1])
+    parts = [batches[n].take(pa.array(rows)) for n, rows in zip(numbers.tolist(), groups, strict=True)]
+    if len(parts) == 1:
+        return parts
+    if sum(part.nbytes for part in parts) > _GATHERED_BYTES:
+        half = len(row) // 2
+        return _gathered(batches, chunk[:half], row[:half]) + _gathered(batches, chunk[half:], row[half:])
+    back = np.empty(len(order), np.int64)
+    back[order] = np.arange(len(order))
+    return [pa.concat_batches(parts).take(pa.array(back))]
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

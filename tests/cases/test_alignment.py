@@ -18,6 +18,7 @@ from trajstore import (
     VersionSegment,
 )
 from trajstore.layouts import Options, prompt_response
+from trajstore.loader import TrajectoryLoader
 
 
 def test_A02_a_continuation_has_a_mask_for_every_token_or_is_refused(case: Any, tmp_path: Path) -> None:
@@ -59,6 +60,12 @@ def test_A04_masks_come_from_lengths_when_pad_is_eos(case: Any) -> None:
     assert tensors["attention_mask"].tolist() == [[1] * 6, [1] * 6]
     assert tensors["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]
     assert tensors["attention_mask"].sum(1).tolist() == [6, 6]
+    blocks = prompt_response(batch.rows(), Options(pad_token_id=case["pad_id"])).arrays
+    assert blocks["prompts"].tolist() == [[2, 7, 2, 8], [2, 2, 2, 7]]
+    assert blocks["attention_mask"][:, :4].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert blocks["attention_mask"][:, 4:].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert blocks["loss_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert blocks["responses"].tolist() == [[9, 2, 2, 2], [9, 9, 9, 2]]
     shorter = TrajectoryBatch(
         [
             Trajectory(prompt_tokens=r["prompt_ids"], response_tokens=r["response_ids"][:n])
@@ -75,6 +82,9 @@ def test_A05_pad_id_0_is_a_pad_id_and_content_zeros_stay(case: Any) -> None:
     assert tensors["input_ids"].tolist() == [[5, 0, 0, 2], [5, 0, 0, 0]]
     assert tensors["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
     assert tensors["loss_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    (loaded,) = TrajectoryLoader(batch, batch_size=2, layout="prompt_response", pad_token_id=case["pad_id"])
+    assert loaded["responses"].tolist() == [[5, 0, 0, 2], [5, 0, 0, 0]]
+    assert loaded["loss_mask"].tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
 
 
 def test_A06_no_hole_between_prompt_and_response(case: Any) -> None:

@@ -31,6 +31,12 @@ def test_G03_equal_rewards_have_no_variance_and_no_advantage(case: Any) -> None:
     assert 1 < max(map(abs, by_group["c"])) < 10
     (finding,) = [f for f in doctor(TrajectoryBatch(rows)) if f.check == "zero-variance-group"]
     assert finding.rows == 10
+    rounded = [
+        completed(group_id="d", reward=r) for r in (0.3, 0.1 + 0.2, 0.3)
+    ]  # a sum's rounding is no signal
+    frame = survey(TrajectoryBatch(rounded)).frame
+    assert metrics.groups(frame)["zero_variance"].to_list() == [True]
+    assert metrics.advantages(frame).tolist() == [0.0] * 3
 
 
 def test_G04_a_constant_group_has_no_signal_whatever_its_mean(case: Any) -> None:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from trajstore import InputError, Trajectory, TrajectoryBatch, TrajectoryStore
+from trajstore.chunks import take_rows
 from trajstore.layouts import Lists, Options, Ragged, packed, padded
 from trajstore.plan import Recipe, plan
 from trajstore.query import connect
@@ -61,5 +62,12 @@ def test_L01_more_than_2_31_values_in_one_column(case: Any) -> None:
         batch = padded(lists.take(rows), Options(max_length=3, truncation_side="left"))
         assert batch.arrays["ids"].tolist() == [[0, 0, 0]] * len(rows)
         assert batch.cut_tokens == len(rows) * (2**27 - 3)
+    one_row = Trajectory(id="x", tokens=np.zeros(2**25, np.int32), prompt_length=1)
+    table = pa.concat_tables([TrajectoryBatch([one_row]).to_arrow()] * 65)  # zero-copy
+    rows = TrajectoryBatch.from_arrow(table)
+    assert rows.num_tokens > 2**31
+    assert [len(t) for t in rows[::64].to_arrow()["tokens"]] == [2**25] * 2
+    assert rows[::-1].num_tokens == rows.num_tokens
+    assert [len(t) for t in take_rows(table, np.array([64, 0, 7, 3]))["tokens"]] == [2**25] * 4
     with pytest.raises(InputError, match="beyond cu_seqlens, which is int32"):
         packed(lists)

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trajstore import Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
+from trajstore import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryStore, ValidationError
+from trajstore.layouts import Options, Ragged, packed, padded, prompt_response
 from trajstore.loader import TrajectoryLoader
+from trajstore.query import connect
 from trajstore.store.cache import ColumnCache
 from trajstore.store.datafile import DataFile
 from trajstore.store.place import Place
@@ -47,6 +50,33 @@ def test_D02_what_is_done_to_a_batch_does_not_reach_the_store(tmp_path: Path) ->
     assert [list(t.log_probs) for t in store.scan().to_trajectories()] == [[0.0, -0.5, -1.0], [0.0, -2.0]]
 
 
+def test_D02_what_is_done_to_a_batch_does_not_reach_rows_in_memory() -> None:
+    """Contiguous rows of one chunk: where a view of Arrow's memory would be the cheap way."""
+    kept = TrajectoryBatch([row("a", 3, log_probs=[-0.5, -1.0], reward=1.0, version=PolicyVersion(3))])
+    for _ in range(2):
+        loaded = [
+            next(iter(TrajectoryLoader(kept, batch_size=1, layout=layout, missing="zero")))
+            for layout in ("padded", "packed", "nested", "prompt_response")
+        ]
+        for tensors in (kept.to_tensors(missing="zero"), *loaded):
+            assert tensors["rewards"].tolist() == [1.0]
+            assert tensors["versions"].tolist() == [3]
+            for value in tensors.values():
+                if isinstance(value, torch.Tensor):
+                    (value.values() if value.is_nested else value).fill_(1)
+        (back,) = kept
+        assert (list(back.tokens), list(back.log_probs)) == ([1, 0, 1], [0.0, -0.5, -1.0])
+        assert (back.reward, back.version) == (1.0, PolicyVersion(3))
+    rows = kept.rows()
+    for _ in range(2):
+        for layout in (padded, packed, prompt_response):
+            made = layout(rows, Options(missing="zero")).arrays
+            assert (made["rewards"].tolist(), made["versions"].tolist()) == ([1.0], [3])
+            for array in made.values():
+                if isinstance(array, np.ndarray):
+                    array.fill(1)
+
+
 def test_D03_memory_that_is_used_again_stops_growing() -> None:
     rng = np.random.default_rng(0)
     rows = TrajectoryBatch([row(str(i), int(n)) for i, n in enumerate(rng.integers(100, 4096, 400))])
@@ -67,12 +97,14 @@ def test_D04_reading_again_and_again_does_not_grow(tmp_path: Path) -> None:
     store.append([row(str(i), 200, log_probs=rng.random(199)) for i in range(1500)])
     before, held = pa.total_allocated_bytes(), []
     for _ in range(12):
+        epoch = 0
         for batch in TrajectoryLoader(store.scan(), batch_size=64, shuffle=True):
-            assert batch["num_tokens"] > 0
+            epoch += sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
         del batch
         gc.collect()
         held.append(resident())
     assert held[-1] < 1.2 * held[4], held
+    assert held[-1] - held[4] < 3 * epoch, "of 7 epochs, so no epoch leaves its batches behind"
     assert pa.total_allocated_bytes() - before < 1 << 20
 
 
@@ -95,6 +127,18 @@ def test_D05_a_cached_file_is_unlinked_and_never_cut_or_written_again(tmp_path: 
     assert all(torch.equal(batch["input_ids"], first) for batch in epoch)
 
 
+def test_D08_a_filter_that_keeps_rows_of_one_shard_gives_both_ranks_as_many_batches(tmp_path: Path) -> None:
+    store = TrajectoryStore.create(tmp_path / "s")
+    store.append([row(f"a{i}", 3, reward=float(i < 7)) for i in range(8)])
+    store.append([row(f"b{i}", 3, reward=float(i < 1)) for i in range(8)])
+    kept = store.scan("reward > 0")
+    ranks = [[b["ids"] for b in TrajectoryLoader(kept, batch_size=2, rank=r, world_size=2)] for r in (0, 1)]
+    assert [len(rank) for rank in ranks] == [2, 2]
+    assert sorted(name for rank in ranks for batch in rank for name in batch) == sorted(
+        kept.to_polars()["id"]
+    )
+
+
 @pytest.mark.parametrize("tail", ["keep", "drop", "repeat"])
 def test_D08_ranks_have_as_many_batches_and_whole_groups(tmp_path: Path, tail: Any) -> None:
     store = TrajectoryStore.create(tmp_path / "s")
@@ -108,6 +152,7 @@ def test_D08_ranks_have_as_many_batches_and_whole_groups(tmp_path: Path, tail: A
             for r in range(2)
         ]
         assert len(ranks[0]) == len(ranks[1]) > 0
+        assert all(batch for rank in ranks for batch in rank)
         seen = [name for rank in ranks for batch in rank for name in batch]
         if tail == "keep":
             assert sorted(seen) == sorted(every)
@@ -125,6 +170,7 @@ def test_D08_five_rows_on_two_ranks() -> None:
     batch = TrajectoryBatch([row(str(i), 3) for i in range(5)])
     ranks = [list(TrajectoryLoader(batch, batch_size=2, rank=r, world_size=2)) for r in range(2)]
     assert len(ranks[0]) == len(ranks[1])
+    assert all(b["ids"] for rank in ranks for b in rank), "a batch without rows trains nothing"
     assert sorted(name for rank in ranks for b in rank for name in b["ids"]) == list("01234")
 
 
@@ -157,15 +203,63 @@ def test_L06_what_goes_to_a_worker_is_the_rows_it_needs(tmp_path: Path) -> None:
     assert len(pickle.dumps(scan)) < 64 << 10, "a recipe, whatever it has read"
 
 
-def test_L07_lists_that_span_pages_are_whole(tmp_path: Path) -> None:
+def test_L06_rows_on_their_way_to_a_worker_are_sent_without_their_neighbours() -> None:
+    large = pa.array(np.zeros((5000, 1000), np.int32).tolist(), pa.list_(pa.int32()))
+    column = Ragged.from_arrow(large)
+    limit = 2 * 4000 + (64 << 10)
+    for one in (Ragged.from_arrow(large.slice(7, 1)), column.take(np.array([7]))):
+        sent = pickle.dumps(one)
+        assert len(sent) < limit
+        values = pickle.loads(sent).row(0)
+        assert values is not None
+        assert values.tolist() == [0] * 1000
+    table = pa.table({"ids": large})
+    loader = TrajectoryLoader(table.slice(7, 1), batch_size=1)
+    list(loader)
+    assert len(pickle.dumps(loader)) < limit
+
+
+@pytest.mark.parametrize("writer", ["pyarrow", "polars"])
+def test_L07_lists_that_span_pages_are_whole(tmp_path: Path, writer: str) -> None:
     rng = np.random.default_rng(0)
     lists = [rng.integers(0, 9, 131072), [], None, rng.integers(0, 9, 131072), [7]]
     field = pa.field("x", pa.list_(pa.field("element", pa.int64(), False)))
     table = pa.table([pa.array(lists, field.type)], schema=pa.schema([field]))
-    pq.write_table(table, tmp_path / "f.parquet", data_page_size=1024, write_batch_size=64)
+    if writer == "pyarrow":
+        pq.write_table(table, tmp_path / "f.parquet", data_page_size=1024, write_batch_size=64)
+    else:
+        frame = pl.from_arrow(table)
+        assert isinstance(frame, pl.DataFrame)
+        frame.write_parquet(tmp_path / "f.parquet", data_page_size=1024)
     place = Place.of(tmp_path)
     file = DataFile("f.parquet", 5, (tmp_path / "f.parquet").stat().st_size)
     for _ in range(2):
         found, _ = ColumnCache(tmp_path / "cache").open(place, [file], table.schema)
         assert found["x"].to_pylist() == table["x"].to_pylist()
         assert found["x"].null_count == 1
+
+
+def test_L07_every_reader_gives_long_and_empty_and_null_lists_alike(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    store = TrajectoryStore.create(tmp_path / "s")
+    given = [rng.integers(0, 9, 131072), [], None, rng.integers(0, 9, 131072), [7]]
+    rows = []
+    for i, tokens in enumerate(given):
+        prompt: Any = {"prompt_tokens": [2]} if tokens is None else {}
+        tokens = [2] if tokens is None else tokens
+        rows.append(Trajectory(id=str(i), tokens=tokens, prompt_length=len(tokens), **prompt))
+    store.append(rows)
+    expected = [[] if t is None else list(t) for t in given]
+    expected[2] = [2]
+    nulls = [False, True, True, False, False]  # the slice of tokens; [] where it is none
+    for scan in (store.scan(), store.scan("length >= 0")):
+        table = scan.to_arrow()
+        assert table["tokens"].to_pylist() == expected
+        assert table["prompt_tokens"].is_null().to_pylist() == nulls
+    for trusted in (False, True):
+        with connect(store, trusted=trusted) as connection:
+            found = connection.sql(
+                "select tokens, prompt_tokens is null as none from trajectories order by id"
+            )
+        assert found["tokens"].to_pylist() == expected
+        assert found["none"].to_pylist() == nulls

@@ -1,5 +1,6 @@
 """Theme: offline training data (cases A04, A10, G03, G07, G08)."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,32 @@ def test_A04_decoding_attends_to_real_eos_tokens_in_a_prompt(case: Any) -> None:
         assert found[:, -1].tolist() == expected
 
 
+def test_A05_a_pad_id_of_0_pads_with_0_and_content_zeros_are_trained_on(case: Any) -> None:
+    rows = TrajectoryBatch(
+        [
+            Trajectory(
+                prompt_tokens=[7],
+                response_tokens=row["response_ids"],
+                log_probs=[-1.0] * len(row["response_ids"]),
+                values=[0.0] * len(row["response_ids"]),
+                reward=float(-i),
+                group_id="g",
+                terminated=True,
+            )
+            for i, row in enumerate(case["rows"])
+        ]
+    )
+    pad = case["pad_id"]
+    ilql = ilql_dataset(rows, pad_token_id=pad).batch()
+    assert ilql.input_ids.tolist() == [[7, 5, 0, 0, 2], [7, 5, 0, 0, 0]]
+    assert ilql.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert ilql.action_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+    ppo = ppo_dataset(rows).batch(pad_token_id=pad)
+    assert ppo.response_tensors.tolist() == [[5, 0, 0, 2], [5, 0, 0, 0]]
+    (pair,) = preference_pairs(rows).table.to_pylist()
+    assert (pair["chosen_input_ids"], pair["rejected_input_ids"]) == ([5, 0, 0, 2], [5])
+
+
 def test_A10_a_token_that_nobody_sampled_is_not_trained_on(case: Any) -> None:
     given = {
         "prompt_tokens": [1],
@@ -110,8 +137,13 @@ def test_G03_equal_rewards_of_a_group_give_zero_not_noise(case: Any) -> None:
     assert 0 < by_group["c"].abs().max() < 10
     flat = {row.group_id: std for row, std in zip(rows, data.table["return_std"].to_pylist(), strict=True)}
     assert (flat["a"], flat["b"]) == (0, 0), "and the set says that they are"
-    for group in "ab":
-        assert (whiten(np.array(case["groups"][group])) == 0).all()
+    # Equal but for the rounding of a sum: the noise is no signal either.
+    rounded = [0.3, 0.1 + 0.2, 0.3]
+    assert len(set(rounded)) == 2
+    for rewards in (case["groups"]["a"], case["groups"]["b"], rounded):
+        assert (whiten(np.array(rewards)) == 0).all()
+    group = [replace(rows[0], reward=reward) for reward in rounded]
+    assert (ilql_dataset(TrajectoryBatch(group), scale="group").batch().rewards == 0).all()
 
 
 def g07(case: Any, max_length: int, **options: Any) -> Any:

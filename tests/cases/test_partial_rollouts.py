@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from trajstore import (
@@ -16,6 +17,11 @@ from trajstore import (
     TrajectoryStore,
     ValidationError,
 )
+from trajstore.plan import Recipe
+from trajstore.query import fresh, metrics
+from trajstore.query.doctor import doctor
+from trajstore.query.planner import forecast
+from trajstore.query.survey import facts
 
 ABORTED = TrajectoryStatus.ABORTED
 
@@ -62,6 +68,22 @@ def test_P04_an_aborted_row_without_a_version_is_neither_old_nor_fresh(case: Any
     assert (back.version, back.response_length) == (None, 0)
     assert len(store.partials()) == 1
     assert len(store.partials(0, 10)) == 0
+    store.append([Trajectory(id="new", tokens=[1], prompt_length=1, version=PolicyVersion(0))])
+    gated = store.scan(where=fresh(at=0, max_staleness=10**9))
+    assert [t.id for t in gated.to_trajectories()] == ["new"]
+    (gate,) = gated.explain()
+    assert (gate.dropped, gate.unknown_version) == (1, 1)
+    assert "unknown version: 0 of 1 kept" in str(gated.explain())
+    survey = facts(store.scan(), at=0)
+    (lengths,) = metrics.lengths(survey.frame).filter(pl.col("version_id").is_null()).to_dicts()
+    assert (lengths["rows"], lengths["mean"]) == (1, 0)
+    dropped = forecast(survey, Recipe(batch_size=2), max_staleness=0).dropped
+    assert dropped == {"not completed": 2}
+    store.append([Trajectory(id="done", tokens=[1], prompt_length=0, status=TrajectoryStatus.COMPLETED)])
+    dropped = forecast(facts(store.scan(), at=0), Recipe(batch_size=2), max_staleness=0).dropped
+    assert dropped == {"not completed": 2, "unknown version": 1}
+    (finding,) = [f for f in doctor(store.scan()) if f.check == "unknown-version"]
+    assert finding.rows == 2
 
 
 def test_P05_an_empty_second_abort_wipes_nothing(case: Any, tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_X02_text_of_a_filter_reads_rows_and_does_nothing_else(case: Any, tmp_pa
     pwned.unlink(missing_ok=True)
     *hostile, quoted = case["filters"]
     with connect(store) as connection:
-        for text in hostile:
+        for text in (*hostile, "1=1; DROP VIEW trajectories", "1=1; SELECT 1"):
             with pytest.raises(QueryError):
                 connection.sql(f"select id from trajectories where {text}")
             with pytest.raises(QueryError):
@@ -241,6 +241,15 @@ def test_X02_text_of_a_filter_reads_rows_and_does_nothing_else(case: Any, tmp_pa
         bound = connection.sql("select id from trajectories where source = ?", ["O'Brien"])
         assert bound.to_pylist() == [{"id": "O'Brien"}]
     assert not pwned.exists()
+    assert not Path("/tmp/x.db").exists()
+    with pytest.raises(QueryError, match="there is no column"):
+        store.scan(where='"reward; ATTACH" > 0')
+    assert store.scan(where="id = 'x'' OR ''1''=''1'").count() == 0
+    with connect(store) as connection:
+        spliced = connection.sql("select id from trajectories where id = ?", [case["delete_value"]])
+        assert spliced.num_rows == 0
+    with pytest.raises(ValidationError, match="is not in the store"):
+        store.maintenance.update([case["delete_value"]], {"reward": [0.0]})
     assert store.maintenance.delete(pl.col("id") == case["delete_value"]).rows == 0
     assert store.count() == 3
 

@@ -190,11 +190,18 @@ def test_X05_no_value_becomes_a_path(tmp_path: Path, value: str | None) -> None:
     if value:
         store.tag(value)
         store.record_training_step(1, [value])
+    store.maintenance.update([store.scan().to_trajectories()[0].id], {"group_id": [value]})
     (back,) = store.scan().to_trajectories()
     assert (back.group_id, back.source, back.metadata) == (value, value, {"run_name": value})
     assert back.id == value if value else back.id
+    counted = connect(store).sql("select count(*) n from trajectories where source is null").to_pylist()
+    assert counted == [{"n": 1 if value is None else 0}], "'' and null are not the same"
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["s"]
+    folders = {p.name for p in store.path.rglob("*") if p.is_dir()}
+    assert folders <= {"_delta_log", "_trajstore", "ledger", "tags"}, "no folder has a name made of data"
+    assert not any(Path(name).exists() for name in ("/abs", "/escA", "/escB"))
+    assert store.maintenance.fsck() == []
 
 
 def test_D05_files_that_are_read_are_never_rewritten(tmp_path: Path) -> None:

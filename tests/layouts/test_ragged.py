@@ -119,7 +119,8 @@ def test_addresses_do_not_travel_to_another_process() -> None:
     ragged = Ragged.from_arrow(pa.array([[1, 2], None, [3]], list_of(pa.int32()))).take(np.array([2, 1]))
     other = pickle.loads(pickle.dumps(ragged))
     assert lists(other) == [[3], None]
-    assert other.address.tolist() == [other.chunks[0].ctypes.data + 2 * 4, 0]
+    assert [chunk.tolist() for chunk in other.chunks] == [[3]], "no values of other rows"
+    assert other.address.tolist() == [other.chunks[0].ctypes.data, 0]
     assert other.address[0] != ragged.address[0]
 
 

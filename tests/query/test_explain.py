@@ -1,6 +1,7 @@
 """What a scan says of its gates, and what it reads to choose."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,18 @@ def test_a_gate_that_keeps_nothing_has_no_mean_length(store: TrajectoryStore) ->
     assert "mean length: dropped " in text
     assert "nan" not in text
     assert str(store.scan().explain("source")) == "no gate: every row stays"
+
+
+def test_rows_of_unknown_version_are_counted_by_the_gate_that_drops_them(store: TrajectoryStore) -> None:
+    spans = {"version_span": (6, 10), "version": None}
+    store.append([replace(row(f"u{i}", 5, 0), version=None) for i in range(3)])
+    store.append([replace(row("span", 5, 0), **spans)])
+    scan = store.scan(where="id <> 'u0'").filter(fresh(at=10, max_staleness=3))
+    first, second = explained = scan.explain()
+    assert (first.dropped, first.unknown_version) == (1, 0)
+    assert (second.dropped, second.unknown_version) == (4 + 2 + 1, 2), "stale, unknown, the span from 6 on"
+    part = explained.to_polars().filter(part="version")
+    assert part.select("step", "value", "rows_in", "rows_out").rows() == [(1, "unknown", 2, 0)]
+    by_mean = store.scan(where=fresh(at=10, max_staleness=3, gap_of="mean")).explain()
+    assert by_mean[0].unknown_version == 4, "where in the span the tokens are is not known"
+    assert str(by_mean).count("unknown version: 0 of 4 kept") == 1

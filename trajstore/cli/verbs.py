@@ -326,17 +326,12 @@ def _explain(explained: Explanation, *, json: bool) -> None:
         show.as_json({"gates": explained.to_polars().to_dicts(), "warnings": explained.warnings})
         return
     rows = [
-        {
-            "gate": gate.label,
-            "part": part,
-            "rows in": share.rows_in,
-            "kept": share.rows_out,
-            "dropped": share.dropped,
-        }
+        {"gate": gate.label, "part": part, "rows in": rows_in, "kept": kept, "dropped": rows_in - kept}
         for gate in explained
-        for part, share in (
-            *((f"{explained.by} {share.value}", share) for share in gate.by_task),
-            *((f"{bucket(share.value)} tokens", share) for share in gate.by_length),
+        for part, rows_in, kept in (
+            *((f"{explained.by} {s.value}", s.rows_in, s.rows_out) for s in gate.by_task),
+            *((f"{bucket(s.value)} tokens", s.rows_in, s.rows_out) for s in gate.by_length),
+            *([("unknown version", gate.unknown_version, 0)] if gate.unknown_version else []),
         )
     ]
     totals = [

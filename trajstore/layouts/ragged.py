@@ -87,8 +87,13 @@ class Ragged:
         return Ragged((), zeros, zeros, zeros - 1)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Addresses stay behind: in another process the values lie elsewhere.
-        return Ragged, (self.chunks, self.chunk, self.start, self.length)
+        # Addresses stay behind: in another process the values lie elsewhere. So do values of other rows.
+        given = self.length.clip(0)
+        if given.sum() >= sum(len(chunk) for chunk in self.chunks):
+            return Ragged, (self.chunks, self.chunk, self.start, self.length)
+        parts = [row for i in range(len(self)) if (row := self.row(i)) is not None]
+        values = np.concatenate([self.chunks[0][:0], *parts])
+        return Ragged, ((values,), np.zeros_like(given), np.cumsum(given) - given, self.length)
 
     def __len__(self) -> int:
         return len(self.length if self._taken is None else self._taken[1])

@@ -152,7 +152,7 @@ def mask_stale_tokens(
 
 def _loss_mask(table: pa.Table, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
     """[K] int8 loss mask of all tokens: the given one, else 1 after the prompt."""
-    column = table["loss_mask"].combine_chunks()
+    column = table["loss_mask"]
     given = np.asarray(column.is_valid())
     prompt = table["prompt_length"].fill_null(-1).to_numpy().astype(np.int64)
     unknown = ~given & (prompt < 0)
@@ -168,7 +168,9 @@ def _loss_mask(table: pa.Table, lengths: np.ndarray[Any, np.dtype[np.int64]]) ->
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     position = np.arange(len(starts)) - starts
     mask = (position >= np.repeat(prompt, lengths)).astype(np.int8)
-    mask[np.repeat(given, lengths)] = column.flatten().to_numpy()
+    mask[np.repeat(given, lengths)] = np.concatenate(
+        [np.empty(0, np.int8), *(chunk.flatten().to_numpy() for chunk in column.chunks)]
+    )
     return mask
 
 

@@ -48,6 +48,7 @@ class Gate:
         label: the step.
         rows_in, rows_out: rows before and after it.
         by_task, by_length: the same by task and by length bucket; empty unless asked for by `explain`.
+        unknown_version: rows a staleness gate dropped because their version is not known; `explain` says it.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Gate:
     rows_out: int
     by_task: tuple[Share, ...] = field(default=(), repr=False)
     by_length: tuple[Share, ...] = field(default=(), repr=False)
+    unknown_version: int = 0
 
     @property
     def dropped(self) -> int:
@@ -115,13 +117,19 @@ class Explanation(Sequence[Gate]):
         ]
 
     def to_polars(self) -> pl.DataFrame:
-        """One row for each gate and share: gate, part ("all", "task", "length"), value, rows, tokens."""
+        """One row for each gate and share: gate, part, value, rows in and out, tokens in and out.
+
+        A part is "all", "task", "length", or "version" with the value "unknown" where a gate met such rows.
+        """
         import polars as pl
 
         rows: list[dict[str, Any]] = []
         for number, gate in enumerate(self.gates):
             head = {"step": number, "gate": gate.label}
             rows.append({**head, "part": "all", "rows_in": gate.rows_in, "rows_out": gate.rows_out})
+            if unknown := gate.unknown_version:
+                of_unknown = {"part": "version", "value": "unknown", "rows_in": unknown, "rows_out": 0}
+                rows.append({**head, **of_unknown})
             for part, shares in (("task", gate.by_task), ("length", gate.by_length)):
                 rows += [{**head, "part": part, **vars(s), "value": _text(s.value)} for s in shares]
         schema = {
@@ -143,6 +151,8 @@ class Explanation(Sequence[Gate]):
             if gate.dropped and gate.by_length:
                 kept = f"kept {gate.mean_length_kept:.1f}, " if gate.rows_out else ""
                 lines.append(f"  mean length: {kept}dropped {gate.mean_length_dropped:.1f}")
+            if gate.unknown_version:
+                lines.append(f"  unknown version: 0 of {gate.unknown_version:,} kept")
             for title, shares in ((self.by, gate.by_task), ("tokens", gate.by_length)):
                 lines += [
                     f"  {title} {_text(s.value)}: {s.rows_out:,} of {s.rows_in:,} kept"
@@ -184,11 +194,18 @@ class Account:
         self._codes = None if tasks is None else stratum_codes(tasks)
         self._names = {} if tasks is None or self._codes is None else stratum_values(self._codes, tasks)
 
-    def gate(self, label: str, before: Int64s, after: Int64s) -> Gate:
-        """A gate that left `after` of the frame's rows `before`, both as positions."""
+    def gate(self, label: str, before: Int64s, after: Int64s, versions: pl.DataFrame | None = None) -> Gate:
+        """A gate that left `after` of the frame's rows `before`, both as positions.
+
+        Args:
+            label: the gate.
+            before, after: positions in the frame.
+            versions: one column, what a staleness gate took for the versions of the rows `before`.
+        """
         tasks = () if self._codes is None else self._shares(self._codes, self._names, before, after)
         lengths = self._shares(self._buckets, self._bucket_names, before, after)
-        return Gate(label, len(before), len(after), tasks, lengths)
+        unknown = 0 if versions is None else versions.to_series().null_count()
+        return Gate(label, len(before), len(after), tasks, lengths, unknown)
 
     def _shares(
         self, codes: Int64s, names: dict[int, Any], before: Int64s, after: Int64s

@@ -62,12 +62,17 @@ class Fresh:
         column = VERSION_OF["newest" if self.gap_of == "mean" else self.gap_of]
         return {column: (self.at - max(limits), None)}
 
+    @property
+    def version(self) -> str:
+        """Column of the version that it looks at."""
+        return VERSION_OF[self.gap_of]
+
     def columns(self, types: Mapping[str, bool]) -> set[str]:
-        names = {VERSION_OF[self.gap_of]} | ({"group_id"} if self.whole_groups else set())
+        names = {self.version} | ({"group_id"} if self.whole_groups else set())
         return names if self.by is None else names | scalar_columns(scalar(self.by), types)
 
     def keep(self, frame: pl.DataFrame) -> Int64s:
-        gap = self.at - frame[VERSION_OF[self.gap_of]]
+        gap = self.at - frame[self.version]
         fresh = (gap <= self._limits(frame)).fill_null(False)
         if self.whole_groups:
             fresh = _whole(fresh, frame["group_id"])

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from trajstore import layouts
 from trajstore.batch import TrajectoryBatch, pad_values
+from trajstore.chunks import take_rows
 from trajstore.errors import QueryError
 from trajstore.layouts import Ragged, Rows
-from trajstore.selection import Limit, Step, Where
+from trajstore.selection import Fresh, Limit, Step, Where
 from trajstore.selection.derived import PER_SNAPSHOT
 from trajstore.selection.explain import Account, Explanation, Gate
 from trajstore.selection.steps import evaluate, scalar, scalar_columns
@@ -160,7 +161,8 @@ class Scan:
     def explain(self, by: Any = "source") -> Explanation:
         """How many rows every step dropped, by task and by length: what a gate starves, and how it biases.
 
-        The scalars of all files are read, also of files that a gate could have ruled out.
+        A gate `fresh(...)` says too how many rows it dropped because their version is not known. The scalars
+        of all files are read, also of files that a gate could have ruled out.
 
         Args:
             by: what a task is: a scalar column, `metadata.key`, a polars expression, or None for no tasks.
@@ -178,7 +180,8 @@ class Scan:
         gates = []
         for step in self._steps:
             kept = self._step(step, frame, rows)
-            gates.append(account.gate(step.label, rows, kept))
+            unknown = frame.columns([step.version])[rows] if isinstance(step, Fresh) else None
+            gates.append(account.gate(step.label, rows, kept, unknown))
             rows = kept
         return Explanation(tuple(gates), str(by))
 
@@ -345,7 +348,7 @@ class Scan:
         table = pa.concat_tables(tables)
         if (position == np.arange(len(position))).all():
             return table
-        return _take(table, position)
+        return take_rows(table, position)
 
     def _scalar_table(self, chosen: _Chosen, schema: pa.Schema) -> pa.Table:
         """Scalar columns of the chosen rows, from what the handle has decoded already."""
@@ -364,18 +367,6 @@ def _reopened(
     only: Sequence[LogFile] | None,
 ) -> Scan:
     return Scan(Table.open(place, snapshot), steps, columns, only=only)
-
-
-def _take(table: pa.Table, position: Int64s) -> pa.Table:
-    # A chunked take joins the chunks, whose int32 list offsets overflow past 2^31 values: runs do not.
-    if not len(position):
-        return table.slice(0, 0)
-    breaks = np.nonzero(np.diff(position) != 1)[0] + 1
-    if len(breaks) > len(position) // 4:
-        chunks = np.array_split(position, max(1, len(position) // 4096))
-        return pa.concat_tables([table.take(chunk) for chunk in chunks])
-    starts = np.concatenate([[0], breaks, [len(position)]])
-    return pa.concat_tables([table.slice(position[a], b - a) for a, b in pairwise(starts)])
 
 
 def as_step(where: Any) -> Step:
