@@ -61,27 +61,33 @@ def weighted(rng: np.random.Generator, sizes: Int64s, weights: NDArray[np.float6
 
 
 def _members(rng: np.random.Generator, sizes: Int64s, counts: Int64s) -> Int64s:
-    """`counts[s]` members of each stratum.
-
-    Draws are repeated until enough of them differ: the first n different values of a uniform sequence are
-    a uniform set of n. Where more than half of the members are wanted, a shuffle costs less.
-    """
+    """`counts[s]` members of each stratum; where more than half of them are wanted, a shuffle costs less."""
     edges = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=edges[1:])
     dense = 2 * counts > sizes
-    sparse = np.where(dense, 0, counts)
-    drawn, missing = np.empty(0, np.int64), sparse
-    while missing.any():
-        # A third of the cost of rng.integers with bounds of their own; its bias is below sizes / 2**53.
-        more = rng.random(int(missing.sum())) * sizes.repeat(missing)
-        drawn = np.concatenate([drawn, edges[:-1].repeat(missing) + more.astype(np.int64)])
-        drawn.sort()
-        again = drawn[1:] == drawn[:-1]
-        if not again.any():
-            break
-        drawn = np.concatenate([drawn[:1], drawn[1:][~again]])
-        missing = sparse - np.diff(drawn.searchsorted(edges))
     if not dense.any():
-        return drawn
+        return _few(rng, sizes, edges, counts)
+    drawn = _few(rng, sizes, edges, np.where(dense, 0, counts))
     whole = [edges[s] + rng.permutation(sizes[s])[: counts[s]] for s in np.flatnonzero(dense).tolist()]
     return np.sort(np.concatenate([drawn, *whole]))
+
+
+def _few(rng: np.random.Generator, sizes: Int64s, edges: Int64s, counts: Int64s) -> Int64s:
+    """At most half of each stratum, drawn again until all differ.
+
+    The first n different values of a uniform sequence are a uniform set of n.
+    """
+    starts = edges[:-1]
+
+    def some(counts: Int64s) -> Int64s:
+        # A third of the cost of rng.integers with bounds of their own; its bias is below sizes / 2**53.
+        inside = rng.random(int(counts.sum())) * sizes.repeat(counts)
+        return starts.repeat(counts) + inside.astype(np.int64)
+
+    drawn = some(counts)
+    drawn.sort()
+    while (again := drawn[1:] == drawn[:-1]).any():
+        drawn = np.concatenate([drawn[:1], drawn[1:][~again]])
+        drawn = np.concatenate([drawn, some(counts - np.diff(drawn.searchsorted(edges)))])
+        drawn.sort()
+    return drawn
