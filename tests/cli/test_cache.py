@@ -1,35 +1,22 @@
 """`trajstore cache`: what it lists and what it frees."""
 
 import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Run
 from trajstore import Trajectory, TrajectoryStore
-from trajstore.cli import main
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(trajstore: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["trajstore", "cache", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+    return partial(trajstore, "cache")
 
 
 def listed(run: Run, *arguments: str) -> dict[str, Any]:

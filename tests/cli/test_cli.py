@@ -11,29 +11,18 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Run
 from trajstore import TrajectoryStore
-from trajstore.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 AIRLINE = ROOT.parent / "shared" / "data" / "tau_bench_airline.json"
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(trajstore: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["trajstore", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+    return trajstore
 
 
 def row(i: int, **more: Any) -> dict[str, Any]:

@@ -1,21 +1,17 @@
 """The shell verbs that give rows out."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Run
 from trajstore import PolicyVersion, Trajectory, TrajectoryStatus, TrajectoryStore
-from trajstore.cli import main
 from trajstore.export import FORMATS
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(trajstore: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
     store = TrajectoryStore.create(tmp_path / "air")
     for i, version in enumerate((3, 1, 2)):
@@ -28,17 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         )  # fmt: skip
     store.record_training_step(5, ["c", "a"])
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["trajstore", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+    return trajstore
 
 
 def ids(text: str) -> list[str]:

@@ -1,18 +1,13 @@
 """`trajstore fsck` on a store whose log has a torn end, as a power cut leaves it."""
 
-import sys
 from pathlib import Path
 
-import pytest
-
+from tests.cli.conftest import Run
 from trajstore import Trajectory, TrajectoryStore
-from trajstore.cli import main
 from trajstore.store.place import entry
 
 
-def test_a_torn_log_is_named_and_repaired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_log_is_named_and_repaired(trajstore: Run, tmp_path: Path) -> None:
     store = TrajectoryStore.create(tmp_path / "s")
     for name in "ab":
         store.append([Trajectory(id=name, tokens=[1])])
@@ -20,13 +15,8 @@ def test_a_torn_log_is_named_and_repaired(
     newest.write_bytes(newest.read_bytes()[:500])
 
     def run(verb: str, *words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["trajstore", verb, str(store.path), *words])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, "".join(capsys.readouterr())
+        code, out, err = trajstore(verb, str(store.path), *words)
+        return code, out + err
 
     code, said = run("info")
     assert code == 1

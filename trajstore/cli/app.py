@@ -15,6 +15,7 @@ import typer
 
 import trajstore.cli.verbs as verbs
 from trajstore.cli import cache, judge, maintain, outward, show
+from trajstore.cli.options import AtSnapshot, Json, Store
 from trajstore.errors import InputError, TrajstoreError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -53,12 +54,6 @@ class Allocation(StrEnum):
     proportional = "proportional"
 
 
-Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store, or s3://bucket/prefix.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-AtSnapshot = Annotated[
-    str | None,
-    typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot, or tag."),
-]
 Version = Annotated[int | None, typer.Option("--at", metavar="V", help="Current policy version.")]
 
 

@@ -7,14 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from trajstore.cli import show
+from trajstore.cli.options import Json
 from trajstore.errors import InputError
 from trajstore.store import TrajectoryStore
 from trajstore.store.cache import ColumnCache, Entry, keys
 from trajstore.store.place import Place
 
 app = typer.Typer(no_args_is_help=True, help="Columns that loaders have decoded: list them, or remove them.")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 @app.command("ls", epilog="Example: trajstore cache ls")

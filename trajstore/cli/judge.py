@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trajstore.cli import show
-from trajstore.cli.maintain import reference
+from trajstore.cli.options import AtSnapshot, Json, Store, opened_at
 from trajstore.errors import InputError, StorageError
-from trajstore.store import TrajectoryStore
 
 if TYPE_CHECKING:
     from trajstore.query.planner import Forecast
@@ -31,22 +30,11 @@ class Layout(StrEnum):
 
 app = typer.Typer()
 
-Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store, or s3://bucket/prefix.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-AtSnapshot = Annotated[
-    str | None,
-    typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot, or tag."),
-]
 Version = Annotated[
     int | None,
     typer.Option("--at", metavar="V", help="Current policy version; the newest in the store if not given."),
 ]
 By = Annotated[str, typer.Option("--by", metavar="COLUMN", help="What a task is: a column, or metadata.KEY.")]
-
-
-def _open(store: str, snapshot: str | None) -> TrajectoryStore:
-    opened = TrajectoryStore.open(store)
-    return opened if snapshot is None else opened.at(reference(snapshot))
 
 
 @app.command(epilog="Example: trajstore doctor air")
@@ -61,7 +49,7 @@ def doctor(
     """Say what is wrong with the rows before one trains on them. Exits 1 on an error."""
     from trajstore.query.doctor import doctor as examine
 
-    opened = _open(store, snapshot)
+    opened = opened_at(store, snapshot)
     found = examine(opened, at=at, by=by)
     if json:
         show.as_json([vars(f) for f in found])
@@ -119,7 +107,7 @@ def plan(
     windows: list[int | None] = [*buckets] if buckets else [None]
     sizes: list[tuple[int | None, int | None]] = [(None, n) for n in max_tokens or ()]
     sizes += [(n, None) for n in batch_size or ()]
-    rows = (survey if log_probs else facts)(_open(store, snapshot), at=at, by=by)
+    rows = (survey if log_probs else facts)(opened_at(store, snapshot), at=at, by=by)
     made = []
     for staleness, (count, budget), window in itertools.product(
         stalenesses, sizes or [(BATCH_ROWS, None)], windows
@@ -217,7 +205,7 @@ def report(
             "is a folder" if out.is_dir() else f"cannot be made: there is no folder {out.absolute().parent}"
         )
         raise InputError(f"{out} {what}", hint="give the file to write: -o report.html")
-    text = page(gather(_open(store, snapshot), at=at, by=by))
+    text = page(gather(opened_at(store, snapshot), at=at, by=by))
     try:
         out.write_text(text)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trajstore.cli import show
+from trajstore.cli.options import reference
 from trajstore.errors import QueryError
 from trajstore.store import Place, TrajectoryStore
 from trajstore.store.maintenance import Maintenance
@@ -107,8 +108,3 @@ def restore(store: str, snapshot: str, *, json: bool) -> None:
         show.as_json({"snapshot": made, "restored": back})
     else:
         show.console().print(f"{store} is as it was at snapshot {back}, snapshot {made}", markup=False)
-
-
-def reference(text: str) -> int | str:
-    """A snapshot's number, or its tag."""
-    return int(text) if text.isdecimal() else text

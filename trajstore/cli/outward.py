@@ -14,10 +14,9 @@ from rich.progress import Progress
 
 from trajstore.batch import TrajectoryBatch
 from trajstore.cli import show
-from trajstore.cli.maintain import reference
+from trajstore.cli.options import AtSnapshot, Json, Store, opened_at
 from trajstore.errors import QueryError, StoreExistsError
 from trajstore.importers.trajstore_jsonl import write_line
-from trajstore.store import TrajectoryStore
 from trajstore.store.aside import made_aside, sweep_aside
 
 
@@ -51,20 +50,9 @@ class Target(StrEnum):
 
 app = typer.Typer()
 
-Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of the store, or s3://bucket/prefix.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Where = Annotated[
     str | None, typer.Option("--where", metavar="SQL", help="Only rows for which this is true.")
 ]
-AtSnapshot = Annotated[
-    str | None,
-    typer.Option("--snapshot", metavar="N", help="Read the store as it was at this snapshot, or tag."),
-]
-
-
-def _open(store: str, snapshot: str | None) -> TrajectoryStore:
-    opened = TrajectoryStore.open(store)
-    return opened if snapshot is None else opened.at(reference(snapshot))
 
 
 @app.command(epilog="Example: trajstore export air air.slime --as slime --where 'reward > 0'")
@@ -107,7 +95,7 @@ def export(
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
         task = bar.add_task(out.name, total=None)
         done = write_out(
-            _open(store, snapshot).scan(where),
+            opened_at(store, snapshot).scan(where),
             out,
             format,
             options=options,
@@ -147,7 +135,7 @@ def replay(
     """Give the rows again in the order of the run, one line each."""
     from trajstore.replay import replay as run_again
 
-    opened = _open(store, snapshot)
+    opened = opened_at(store, snapshot)
     batches: Iterable[TrajectoryBatch]
     if step is not None:
         if where is not None or by is not None:

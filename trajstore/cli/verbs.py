@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from trajstore import importers
 from trajstore import ingest as ingesting
 from trajstore.cli import show
-from trajstore.cli.maintain import reference
+from trajstore.cli.options import opened_at
 from trajstore.errors import QueryError
 from trajstore.ingest.refusals import OnBadRecord
 from trajstore.query import Explanation, connect, fresh, max_times_sampled, stratified_sample
 from trajstore.schema import FORMAT_VERSION
 from trajstore.selection import Allocation
 from trajstore.selection.explain import bucket
-from trajstore.store import Scan, TrajectoryStore
+from trajstore.store import Scan
 
 SHOWN_REFUSALS = 10
 TOO_LONG = 48
@@ -172,14 +172,9 @@ def _bar() -> Progress:
     )
 
 
-def _open(store: str, snapshot: str | None) -> TrajectoryStore:
-    opened = TrajectoryStore.open(store)
-    return opened if snapshot is None else opened.at(reference(snapshot))
-
-
 def info(store: str, *, snapshot: str | None, json: bool) -> None:
     """`trajstore info`."""
-    opened = _open(store, snapshot)
+    opened = opened_at(store, snapshot)
     history = opened.history()
     columns = ["length", "group_id", "reward", "oldest_version_id", "newest_version_id", "status"]
     rows = opened.scan(columns=columns).to_arrow()
@@ -234,7 +229,7 @@ def _range(rows: pa.Table) -> str | None:
 
 def sql(store: str, query: str, *, current_version: int | None, snapshot: str | None, json: bool) -> None:
     """`trajstore sql`."""
-    with connect(_open(store, snapshot), current_version=current_version) as connection:
+    with connect(opened_at(store, snapshot), current_version=current_version) as connection:
         result = _unique(connection.sql(query))
     try:
         rows = result.to_pylist()
@@ -273,7 +268,7 @@ def sample(
     json: bool,
 ) -> None:
     """`trajstore sample`; with a task, what each gate dropped instead of the rows."""
-    scan: Scan = _open(store, snapshot).scan()
+    scan: Scan = opened_at(store, snapshot).scan()
     if where is not None:
         scan = scan.filter(where)
     if max_staleness is not None:
