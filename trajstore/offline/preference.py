@@ -8,7 +8,6 @@ counts in its metadata, the ids of its rows in columns.
 from __future__ import annotations
 
 import json
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,8 @@ from trajstore.offline.answers import Answer, Form, answers, column, groups
 from trajstore.offline.flat import ArrowSource
 from trajstore.offline.ilql_set import METADATA_KEY
 from trajstore.offline.transitions import to_transitions
+from trajstore.store.aside import sweep_aside, workplace
+from trajstore.store.disk import sync
 
 Pairing = Literal["best_worst", "all"]
 
@@ -69,12 +70,12 @@ class PreferenceSet:
         path = Path(path)
         said = self.table.schema.metadata[METADATA_KEY].decode()
         if path.suffix == ".parquet":
-            with _aside(path) as aside:
+            with _replacing(path) as aside:
                 pq.write_table(self.table, aside)
         elif path.suffix == ".jsonl":
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.table.to_pylist())
             beside = path.with_name(f".{path.name}.meta.json")
-            with _aside(path) as aside, _aside(beside) as aside_too:
+            with _replacing(path) as aside, _replacing(beside) as aside_too:
                 aside.write_text("".join(lines), encoding="utf-8", newline="\n")
                 aside_too.write_text(said + "\n", encoding="utf-8", newline="\n")
         else:
@@ -82,14 +83,14 @@ class PreferenceSet:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes its name when it is whole; nothing is left when that fails."""
-    aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}.writing")
-    try:
+def _replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes its name when it is whole and durable; nothing is left otherwise."""
+    sweep_aside(path)
+    with workplace(path) as aside:
         yield aside
+        sync(aside)
         aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+        sync(path.parent)
 
 
 def preference_pairs(
