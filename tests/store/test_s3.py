@@ -18,6 +18,7 @@ from trajstore import (
 )
 from trajstore.codec import normalize
 from trajstore.ingest import ingest
+from trajstore.ingest.target import Target
 from trajstore.query import connect
 from trajstore.schema import Column
 
@@ -119,3 +120,26 @@ def test_import_by_environment_makes_a_store_or_leaves_nothing(
     path.write_text(json.dumps({"id": "a", "tokens": [1, 2]}) + "\n")
     assert ingest(path, uri).created
     assert TrajectoryStore.open(uri).count() == 1
+
+
+def test_a_failed_import_takes_nothing_of_others_with_it(
+    uri: str, s3_options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two imports begin to make one store, and the one that fails is not alone there."""
+    for name, value in s3_options.items():
+        monkeypatch.setenv(name, value)
+    slow, quick = Target(uri), Target(uri)
+    quick.fill(lambda store: store.append(rows(0, 1)))
+    with pytest.raises(StoreExistsError):  # it had looked before the other one made the store
+        slow.fill(lambda store: store.append(rows(1, 1)))
+    assert TrajectoryStore.open(uri).count() == 1
+
+    another = f"s3://bucket/{uuid.uuid4().hex}"
+
+    def fails(store: TrajectoryStore) -> None:
+        TrajectoryStore.open(another).append(rows(2, 1))
+        raise InputError("the first rows are bad")
+
+    with pytest.raises(InputError, match="the first rows are bad"):
+        Target(another).fill(fails)
+    assert TrajectoryStore.open(another).count() == 1

@@ -45,8 +45,7 @@ class Target:
             return work(self.store)
         at = self.at
         try:
-            with self._made(at) as self.at:
-                self.store = TrajectoryStore.create(self.at)
+            with self._made(at) as (self.at, self.store):
                 done = work(self.store)
         except BaseException:
             self.at, self.store = at, None
@@ -56,15 +55,21 @@ class Target:
 
     @staticmethod
     @contextmanager
-    def _made(at: Place) -> Iterator[Place]:
-        """Where to make it: aside on disk; a bucket has no move, so what was made there is removed again."""
+    def _made(at: Place) -> Iterator[tuple[Place, TrajectoryStore]]:
+        """A new store and where it is: aside on disk. A bucket has no move, so there it is removed again.
+
+        It is removed only while nothing was committed to it: another process may have found it meanwhile.
+        """
         if at.folder is not None:
             with made_aside(at.folder) as aside:
-                yield Place.of(aside)
+                yield Place.of(aside), TrajectoryStore.create(aside)
             return
+        store = TrajectoryStore.create(at)  # when another process was first, nothing there is ours
+        made = store.snapshot
         try:
-            yield at
+            yield at, store
         except BaseException:
-            for entry in at.entries():
-                at.delete(entry.name)
+            if TrajectoryStore.open(at).snapshot == made:
+                for entry in at.entries():
+                    at.delete(entry.name)
             raise
